@@ -1,0 +1,75 @@
+"""The environment variables of the product, all read here and nowhere else.
+
+| variable | values | effect |
+| --- | --- | --- |
+| `SPARSIFY_IMPL` | `auto`, `reference`, `triton` | which implementation the ops use |
+| `SPARSIFY_DISABLE` | `1` | rewritten models run dense everywhere |
+| `SPARSIFY_STRICT` | `1` | a planned site that would fall back to dense raises instead |
+| `SPARSIFY_LOG_LEVEL` | a `logging` level name | verbosity on stderr |
+| `SPARSIFY_DEBUG_DIR` | a folder | the graph is written there after every pass |
+| `SPARSIFY_GPU_SPECS` | a folder | extra GPU description files |
+| `SPARSIFY_CACHE_DIR` | a folder | where the product may keep files between runs |
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from sparsify.errors import UsageError
+
+__all__ = ["cache_dir", "debug_dir", "disabled", "gpu_specs_dir", "impl", "log_level", "strict"]
+
+
+def impl() -> str:
+    """Implementation asked for: "auto", "reference" or "triton".
+
+    Raises:
+        UsageError: for any other value.
+    """
+    value = os.environ.get("SPARSIFY_IMPL", "auto") or "auto"
+    if value not in ("auto", "reference", "triton"):
+        raise UsageError(f"SPARSIFY_IMPL is {value!r}; use auto, reference or triton.")
+    return value
+
+
+def disabled() -> bool:
+    """Whether rewritten models run dense everywhere."""
+    return _flag("SPARSIFY_DISABLE")
+
+
+def strict() -> bool:
+    """Whether a planned site that would fall back to dense raises instead."""
+    return _flag("SPARSIFY_STRICT")
+
+
+def log_level() -> str:
+    """Name of the logging level, upper-case."""
+    return (os.environ.get("SPARSIFY_LOG_LEVEL", "WARNING") or "WARNING").upper()
+
+
+def debug_dir() -> Path | None:
+    """Folder for graph dumps, if asked for."""
+    return _path("SPARSIFY_DEBUG_DIR")
+
+
+def gpu_specs_dir() -> Path | None:
+    """Folder with the user's own GPU description files, if any."""
+    return _path("SPARSIFY_GPU_SPECS")
+
+
+def cache_dir() -> Path | None:
+    """Folder the product may keep files in between runs, if any."""
+    return _path("SPARSIFY_CACHE_DIR")
+
+
+def _flag(name: str) -> bool:
+    value = os.environ.get(name, "").strip().lower()
+    if value not in ("", "0", "1", "true", "false"):
+        raise UsageError(f"{name} is {value!r}; use 1 or 0.")
+    return value in ("1", "true")
+
+
+def _path(name: str) -> Path | None:
+    value = os.environ.get(name, "")
+    return Path(value) if value else None
