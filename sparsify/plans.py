@@ -1,0 +1,194 @@
+"""What is to be done at each attention site, as versioned JSON.
+
+A plan is keyed by module path and ordinal, so one plan serves every host. It records the outcome
+for *all* attention that was found: sites to rewrite, sites kept dense by policy, refused sites.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from sparsify.errors import ArtefactError
+from sparsify.ir import site_key
+
+__all__ = ["PLAN_SCHEMA", "LayerPlan", "Plan"]
+
+PLAN_SCHEMA = 1
+
+Method = Literal["moba", "msa", "dense"]
+Status = Literal["rewritten", "kept_dense", "refused"]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPlan:
+    """The decision for one attention site.
+
+    `method` "dense" means the site stays as it was; `status` says whether by policy ("kept_dense")
+    or for want of proof ("refused"); `reason` is one sentence for the user. `topk` counts the
+    query's own block. `min_context` is the number of keys below which the site runs dense.
+    `indexer`, `index_dim` and `local` belong to MSA.
+    """
+
+    fqn: str
+    ordinal: int
+    method: Method
+    status: Status
+    reason: str
+    block_size: int | None = None
+    topk: int | None = None
+    decode: Literal["sparse", "dense"] = "sparse"
+    min_context: int = 0
+    indexer: Literal["proxy", "learned"] | None = None
+    index_dim: int | None = None
+    local: Literal["inside", "union"] = "inside"
+
+    @property
+    def key(self) -> str:
+        """Key of the site, e.g. "model.layers.7.self_attn#0"."""
+        return site_key(self.fqn, self.ordinal)
+
+    @property
+    def sparse(self) -> bool:
+        """Whether the site is to be rewritten."""
+        return self.method != "dense"
+
+    def to_json(self) -> dict[str, Any]:
+        """All fields, as stored."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Self:
+        """Inverse of `to_json`.
+
+        Raises:
+            ArtefactError: a field is missing, unknown, or has an impossible value.
+        """
+        known = {f.name for f in fields(cls)}
+        if not isinstance(data, dict) or set(data) - known:
+            raise ArtefactError(f"A layer of the plan has unknown fields: {_names(data, known)}.")
+        try:
+            layer = cls(**data)
+        except TypeError as error:
+            raise ArtefactError(f"A layer of the plan is incomplete: {error}.") from None
+        layer._check()
+        return layer
+
+    def _check(self) -> None:
+        """Every field has its type and a possible value; a plan may come from a user's editor."""
+        name = self.fqn if isinstance(self.fqn, str) else repr(self.fqn)
+        choices = {
+            "method": ("moba", "msa", "dense"),
+            "status": ("rewritten", "kept_dense", "refused"),
+            "decode": ("sparse", "dense"),
+            "indexer": ("proxy", "learned", None),
+            "local": ("inside", "union"),
+        }
+        for attr, allowed in choices.items():
+            if getattr(self, attr) not in allowed:
+                raise ArtefactError(
+                    f"Layer {name!r} of the plan has {attr} {getattr(self, attr)!r}; "
+                    f"use one of {', '.join(str(a) for a in allowed)}."
+                )
+        if not isinstance(self.fqn, str) or not isinstance(self.reason, str):
+            raise ArtefactError(f"Layer {name!r} of the plan needs a text fqn and reason.")
+        needed = ("ordinal", "min_context") + (("block_size", "topk") if self.sparse else ())
+        for attr in needed:
+            least = 1 if attr in ("block_size", "topk") else 0
+            if not _is_int(getattr(self, attr), least):
+                raise ArtefactError(
+                    f"Layer {name!r} of the plan has {attr} {getattr(self, attr)!r}; "
+                    f"it must be a whole number of at least {least}."
+                )
+        if (self.status == "rewritten") != self.sparse:
+            raise ArtefactError(
+                f"Layer {name!r} of the plan has status {self.status!r} with method {self.method!r}."
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Decisions for all attention of a model, in execution order.
+
+    `policy` is the policy they came from, in its JSON form; `model` names the model for people.
+    """
+
+    layers: tuple[LayerPlan, ...]
+    policy: dict[str, Any] = field(default_factory=dict)
+    model: str = ""
+
+    def __iter__(self) -> Iterator[LayerPlan]:
+        return iter(self.layers)
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    @property
+    def rewritten(self) -> tuple[LayerPlan, ...]:
+        """The layers to rewrite."""
+        return tuple(layer for layer in self.layers if layer.sparse)
+
+    def by_key(self) -> dict[str, LayerPlan]:
+        """Layers by site key."""
+        return {layer.key: layer for layer in self.layers}
+
+    def to_json(self) -> dict[str, Any]:
+        """The content of `plan.json`."""
+        return {
+            "schema": PLAN_SCHEMA,
+            "model": self.model,
+            "policy": self.policy,
+            "layers": [layer.to_json() for layer in self.layers],
+        }
+
+    @classmethod
+    def from_json(cls, data: Any) -> Self:
+        """Inverse of `to_json`.
+
+        Raises:
+            ArtefactError: not a plan, a newer schema, or an impossible layer.
+        """
+        if not isinstance(data, dict) or not isinstance(data.get("layers"), list):
+            raise ArtefactError('Not a plan: expected a JSON object with a list "layers".')
+        schema = data.get("schema")
+        if not _is_int(schema, 1):
+            raise ArtefactError(f"Not a plan: schema is {schema!r}.")
+        if schema > PLAN_SCHEMA:
+            raise ArtefactError(
+                f"The plan has schema {schema}, this version reads up to {PLAN_SCHEMA}.",
+                "Update sparsify-attention.",
+            )
+        policy, model = data.get("policy", {}), data.get("model", "")
+        if not isinstance(policy, dict) or not isinstance(model, str):
+            raise ArtefactError('Not a plan: "policy" must be an object and "model" a text.')
+        layers = tuple(LayerPlan.from_json(layer) for layer in data["layers"])
+        keys = [layer.key for layer in layers]
+        if len(set(keys)) != len(keys):
+            raise ArtefactError("The plan names a site twice.")
+        return cls(layers, policy, model)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Read a `plan.json`.
+
+        Raises:
+            ArtefactError: the file is missing, unreadable, or not a plan.
+        """
+        try:
+            data = json.loads(Path(path).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ArtefactError(f"Cannot read the plan {path}: {error.strerror}.") from None
+        except ValueError:
+            raise ArtefactError(f"The plan {path} is not valid JSON.") from None
+        return cls.from_json(data)
+
+
+def _is_int(value: Any, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _names(data: Any, known: set[str]) -> str:
+    return ", ".join(sorted(map(str, set(data) - known))) if isinstance(data, dict) else repr(data)
