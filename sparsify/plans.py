@@ -105,7 +105,8 @@ class LayerPlan:
                 )
         if (self.status == "rewritten") != self.sparse:
             raise ArtefactError(
-                f"Layer {name!r} of the plan has status {self.status!r} with method {self.method!r}."
+                f"Layer {name!r} of the plan has status {self.status!r} "
+                f"with method {self.method!r}."
             )
 
 

@@ -1,0 +1,209 @@
+"""The named checks V1-V3 and V5-V7 of a rewritten transformers model against its original."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sparsify import quality, samples
+from sparsify.comparing import (
+    Context,
+    evaluating,
+    join,
+    logits,
+    plain_and_padded,
+    result,
+    same_bits,
+    variant,
+)
+from sparsify.equality import dense_limit, determinism, phases
+from sparsify.errors import UsageError
+from sparsify.hosts.transformers import plan_of
+from sparsify.kernels.selection import record_selection
+from sparsify.report import CheckResult, VerificationReport
+
+__all__ = ["CHECKS", "run"]
+
+
+def run(
+    original: torch.nn.Module,
+    rewritten: torch.nn.Module,
+    sample: Any = None,
+    *,
+    tokenizer: Any = None,
+    lengths: Any = None,
+    checks: Any = None,
+    dump_selection: str | Path | None = None,
+    directory: str | Path | None = None,
+    expected: int | None = None,
+    greedy_tokens: int = 16,
+    model_name: str = "",
+    against: str = "",
+    progress: Callable[[str], None] | None = None,
+) -> VerificationReport:
+    """Run the checks and report; a failed check does not stop the others.
+
+    Args:
+        sample: text, list of texts, or token ids `[1, T]`; real text by default.
+        lengths: token counts at which quality (V6) is measured; by default the sample's, up to
+            4 * top-k * block size.
+        checks: names to run, all by default.
+        dump_selection: file to write the selection of the longest V6 run to.
+        directory: the saved folder, for V7.
+        expected: attention layers that the model has, for V1.
+        greedy_tokens: length of the greedy continuation compared in V3.
+
+    Raises:
+        UsageError: an unknown check, or a model without a plan.
+    """
+    names = list(CHECKS) if checks is None else [str(c).strip().upper() for c in checks]
+    unknown = [name for name in names if name not in CHECKS]
+    if unknown:
+        raise UsageError(f"Unknown check {unknown[0]}; known are {', '.join(CHECKS)}.")
+    plan = plan_of(rewritten)
+    if plan is None or not plan.rewritten:
+        raise UsageError("The second model is not a rewritten one: it has no plan.")
+    device = next(rewritten.parameters()).device
+    vocab = getattr(rewritten.config, "vocab_size", 256)
+    ids, source = samples.to_ids(sample, tokenizer, vocab, device)
+    say = progress or (lambda _: None)
+    context = Context(
+        original=original,
+        rewritten=rewritten,
+        plan=plan,
+        ids=ids,
+        source=source,
+        tokenizer=tokenizer,
+        lengths=tuple(lengths) if lengths else None,
+        directory=None if directory is None else Path(directory),
+        dump_selection=None if dump_selection is None else Path(dump_selection),
+        expected=expected,
+        greedy_tokens=greedy_tokens,
+        say=say,
+    )
+    results: list[CheckResult] = []
+    with evaluating(original), evaluating(rewritten), torch.no_grad():
+        for name in names:
+            for check in CHECKS[name]:
+                say(f"{name}: {check.__name__.replace('_', ' ')}")
+                results.append(check(context))
+    return VerificationReport(
+        model=model_name or str(directory or type(rewritten).__name__),
+        against=against or type(original).__name__,
+        checks=tuple(results),
+    )
+
+
+def structure(c: Context) -> CheckResult:
+    """V1: same weights, buffers and signature; every detected site is accounted for."""
+    a, b = c.original.state_dict(), c.rewritten.state_dict()
+    faults = []
+    if a.keys() != b.keys():
+        faults.append(f"state_dict differs in {sorted(a.keys() ^ b.keys())[:3]}")
+    changed = [k for k in a.keys() & b.keys() if not same_bits(a[k], b[k])]
+    if changed:
+        faults.append(f"weights changed: {changed[:3]}")
+    if inspect.signature(c.original.forward) != inspect.signature(c.rewritten.forward):
+        faults.append("the forward signature changed")
+    ids = c.tokens(2)
+    if list(c.original(ids).keys()) != list(c.rewritten(ids).keys()):
+        faults.append("the outputs have other names")
+    if c.expected is not None and len(c.plan) != c.expected:
+        faults.append(
+            f"{len(c.plan)} sites in the plan, {c.expected} attention layers in the model"
+        )
+    missing = [p.fqn for p in c.plan if p.fqn not in dict(c.rewritten.named_modules())]
+    if missing:
+        faults.append(f"no module {missing[0]}")
+    counts = {s: sum(p.status == s for p in c.plan) for s in ("rewritten", "kept_dense", "refused")}
+    summary = ", ".join(f"{n} {s.replace('_', ' ')}" for s, n in counts.items())
+    metrics = {**counts, "detected": len(c.plan), "expected": c.expected, "weights": len(a)}
+    return result("V1", "structure", faults, f"{len(a)} tensors bit-identical; {summary}", metrics)
+
+
+def no_op(c: Context) -> CheckResult:
+    """V2: with an all-dense plan the outputs are bit-equal."""
+    dense = variant(c, method="dense", status="kept_dense")
+    lengths = sorted({1, min(c.dense_rows + 1, c.limit)})
+    faults = [
+        f"outputs differ at {n} tokens"
+        for n in lengths
+        for ids, mask in plain_and_padded(c, n)
+        if not same_bits(logits(c.original, ids, mask), logits(dense, ids, mask))
+    ]
+    done = f"bit-equal at {join(lengths)} tokens, alone and left-padded in a batch"
+    return result("V2", "no-op", faults, done, {"tokens": lengths})
+
+
+def quality_cost(c: Context) -> CheckResult:
+    """V6: recalls per layer, losses, agreement and retrieval on the samples. Reported only."""
+    lengths = c.quality_lengths()
+    runs = []
+    for n in lengths:
+        for i, ids in enumerate(c.ids):
+            if ids.shape[1] < n and not (i == 0 and n == lengths[-1]):
+                continue
+            c.say(f"V6: {min(n, ids.shape[1])} tokens of sample {i + 1}")
+            runs.append(quality.measure(c.original, c.rewritten, ids[:, :n], c.tokenizer))
+    if c.dump_selection is not None:
+        with record_selection() as chosen:
+            logits(c.rewritten, c.ids[0][:, : lengths[-1]])
+        chosen.save(c.dump_selection)
+    metrics: dict[str, Any] = {"samples": c.source, "runs": runs}
+    faults = []
+    if not runs or max(run["tokens"] for run in runs) <= c.dense_rows:
+        faults.append(f"no sample is longer than top-k blocks ({c.dense_rows} tokens)")
+    if any(run["sparse_loss_nats"] != run["sparse_loss_nats"] for run in runs):
+        faults.append("the loss of the rewritten model is not a number")
+    return result("V6", "quality", faults, _losses(runs), metrics)
+
+
+def artefact(c: Context) -> CheckResult:
+    """V7: a fresh process loads the saved folder and computes the same bits."""
+    if c.directory is None:
+        return CheckResult("V7", "artefact", "skipped", "no saved folder was given", {})
+    ids = c.tokens(c.limit)
+    with tempfile.TemporaryDirectory() as folder:
+        given, answer = Path(folder) / "ids.pt", Path(folder) / "logits.pt"
+        torch.save(ids.cpu(), given)
+        command = [sys.executable, "-m", "sparsify.hosts.reload", str(c.directory.resolve())]
+        command += [str(given), str(answer), str(ids.device), str(torch.get_num_threads())]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+            return CheckResult("V7", "artefact", "failed", f"reloading failed: {last}", {})
+        reloaded = torch.load(answer, weights_only=True)
+    faults = []
+    if not same_bits(reloaded, logits(c.rewritten, ids).cpu()):
+        faults.append("the reloaded model computes other outputs")
+    text = f"a fresh process computes the same bits on {c.limit} tokens"
+    return result("V7", "artefact", faults, text, {"tokens": c.limit})
+
+
+CHECKS: dict[str, tuple[Callable[[Context], CheckResult], ...]] = {
+    "V1": (structure,),
+    "V2": (no_op,),
+    "V3": (dense_limit,),
+    "V5": (determinism, phases),
+    "V6": (quality_cost,),
+    "V7": (artefact,),
+}
+
+
+def _losses(runs: list[dict[str, Any]]) -> str:
+    if not runs:
+        return "no sample"
+    r = runs[-1]
+    return (
+        f"{r['tokens']} tokens: loss {r['dense_loss_nats']:.3f} dense, "
+        f"{r['sparse_loss_nats']:.3f} sparse; last 512 {r['dense_loss_last_512_nats']:.3f} dense, "
+        f"{r['sparse_loss_last_512_nats']:.3f} sparse (nats per token); "
+        f"top-1 agreement {r['top1_agreement']:.1%}"
+    )

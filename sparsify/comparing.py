@@ -1,0 +1,187 @@
+"""What the checks share: their context, running models, and the rule for "equal".
+
+How equal is equal: two right implementations choose differently at near ties, so outputs are
+compared with the selection of one replayed in the other, and differing selections are counted.
+Unqualified equality is asked for at top-k = all blocks only.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sparsify.hosts.transformers import apply, copy_sharing_weights
+from sparsify.plans import Plan
+from sparsify.report import CheckResult
+
+__all__ = [
+    "Context",
+    "error",
+    "evaluating",
+    "join",
+    "left_padded",
+    "logits",
+    "logits_in_steps",
+    "plain_and_padded",
+    "result",
+    "same_bits",
+    "variant",
+]
+
+CHECK_TOKENS = 1024
+# max|a - b| / max|b| for the outputs of a model, given the same selection.
+TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-12}
+
+
+@dataclasses.dataclass
+class Context:
+    """What every check sees. `ids` are the samples as token ids `[1, T]`, the first leads."""
+
+    original: Any
+    rewritten: Any
+    plan: Plan
+    ids: list[torch.Tensor]
+    source: str
+    tokenizer: Any
+    lengths: tuple[int, ...] | None
+    directory: Path | None
+    dump_selection: Path | None
+    expected: int | None
+    greedy_tokens: int
+    say: Callable[[str], None]
+
+    @property
+    def dense_rows(self) -> int:
+        """Positions that stay dense in every layer: the smallest top-k * block size."""
+        return min((p.topk or 1) * (p.block_size or 1) for p in self.plan.rewritten)
+
+    @property
+    def limit(self) -> int:
+        """Longest input of the equality checks, in tokens."""
+        wanted = CHECK_TOKENS if self.dense_rows < CHECK_TOKENS else self.dense_rows + 1
+        longest = getattr(self.rewritten.config, "max_position_embeddings", None) or wanted
+        return min(wanted, longest, 8 * CHECK_TOKENS)
+
+    def derived_lengths(self) -> list[int]:
+        """Lengths around the borders of blocks and of top-k * block size, up to the limit."""
+        found: set[int] = {self.limit}
+        for size, dense in {(p.block_size or 1, (p.topk or 1)) for p in self.plan.rewritten}:
+            span = size * dense
+            found |= {1, size - 1, size + 1, span - 1, span + 1, 2 * span + 3, 4 * span}
+        return sorted(n for n in found if 1 <= n <= self.limit)
+
+    def quality_lengths(self) -> list[int]:
+        """Token counts of the V6 runs: those asked for, else one of up to 4 * top-k * block."""
+        longest = max(ids.shape[1] for ids in self.ids)
+        limit = getattr(self.rewritten.config, "max_position_embeddings", None) or longest
+        wanted = self.lengths or (max(4 * self.dense_rows, CHECK_TOKENS),)
+        return sorted({min(n, longest, limit) for n in wanted})
+
+    def tokens(self, length: int) -> torch.Tensor:
+        """The first `length` tokens of the leading sample, repeated when it is shorter."""
+        ids = self.ids[0]
+        return ids.repeat(1, -(-length // ids.shape[1]))[:, :length]
+
+    def sparse_rows(self, lengths: list[int]) -> int:
+        """Rows per sequence, over the lengths, that the plan makes sparse in some layer."""
+        return sum(max(0, n - self.dense_rows) for n in lengths)
+
+
+def result(
+    check: str, name: str, faults: list[str], done: str, metrics: dict[str, Any]
+) -> CheckResult:
+    if faults:
+        return CheckResult(check, name, "failed", "; ".join(faults[:3]), metrics)
+    return CheckResult(check, name, "passed", done, metrics)
+
+
+def variant(c: Context, **changes: Any) -> Any:
+    """The rewritten model with its sparse layers changed, on the same weights."""
+    layers = tuple(dataclasses.replace(p, **changes) if p.sparse else p for p in c.plan)
+    model = copy_sharing_weights(c.rewritten)
+    apply(model, Plan(layers, c.plan.policy, c.plan.model))
+    return model
+
+
+def plain_and_padded(c: Context, length: int) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
+    """The input alone, and in a left-padded batch with a shorter one."""
+    ids = c.tokens(length)
+    yield ids, None
+    if length > 2:
+        yield left_padded(ids, length - length // 3)
+
+
+def left_padded(ids: torch.Tensor, shorter: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A batch of `ids` and a left-padded sequence of `shorter` tokens, with its 2-D mask."""
+    n = ids.shape[1]
+    other = torch.cat([ids.new_zeros(1, n - shorter), ids[:, n - shorter :].flip(1)], 1)
+    mask = torch.ones(2, n, dtype=torch.long, device=ids.device)
+    mask[1, : n - shorter] = 0
+    return torch.cat([ids, other]), mask
+
+
+def logits(model: Any, ids: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+    """Logits of the real tokens: `[1, T, V]`, or `[rows, V]` of a padded batch."""
+    out: torch.Tensor = model(ids, attention_mask=mask, use_cache=False).logits
+    return out if mask is None else out[mask.bool()]
+
+
+def logits_in_steps(model: Any, ids: torch.Tensor, ends: list[int]) -> torch.Tensor:
+    """Logits `[1, T, V]` computed chunk by chunk over a growing KV cache."""
+    from transformers import DynamicCache
+
+    name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+    cache, parts, start = DynamicCache(config=model.config), [], 0
+    for end in ends:
+        out = model(ids[:, start:end], use_cache=True, **{name: cache})
+        parts.append(out.logits)
+        start = end
+    return torch.cat(parts, 1)
+
+
+def relative(a: torch.Tensor, b: torch.Tensor) -> float:
+    """max|a - b| / max|b|."""
+    return float((a.double() - b.double()).abs().max() / b.double().abs().max())
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Equal in dtype, shape and every bit that matters; NaN equals NaN."""
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    return torch.equal(a, b) or bool(torch.all((a == b) | ((a != a) & (b != b))))
+
+
+class evaluating:
+    """Within it the model is in eval mode."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.model, self.training = model, model.training
+
+    def __enter__(self) -> None:
+        self.model.eval()
+
+    def __exit__(self, *_: object) -> None:
+        self.model.train(self.training)
+
+
+def error(
+    a: torch.Tensor, b: torch.Tensor, in_float64: Callable[[], torch.Tensor]
+) -> tuple[float, float]:
+    """Error of `a` and what is allowed: against `b`, or for 16-bit dtypes against float64.
+
+    A 16-bit result may be at most twice as far from float64 as the eager result `b` is.
+    """
+    if a.dtype in TOLERANCE:
+        return relative(a, b), TOLERANCE[a.dtype]
+    exact = in_float64()
+    return relative(a, exact), 2 * relative(b, exact)
+
+
+def join(items: list[Any]) -> str:
+    words = [str(item) for item in items]
+    return words[0] if len(words) == 1 else ", ".join(words[:-1]) + " and " + words[-1]

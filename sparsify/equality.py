@@ -1,0 +1,169 @@
+"""V3 and V5: the rewritten model against the original, and against itself in other steps."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from typing import Any
+
+import torch
+
+from sparsify.comparing import (
+    Context,
+    error,
+    join,
+    logits,
+    logits_in_steps,
+    plain_and_padded,
+    result,
+    same_bits,
+    variant,
+)
+from sparsify.hosts.attention import SiteCall, observing, run_sparse
+from sparsify.kernels.selection import Selection, record_selection, replay_selection
+from sparsify.report import CheckResult
+
+__all__ = ["dense_limit", "determinism", "phases"]
+
+ALL_BLOCKS = 10**6
+# Share of rows that may choose other blocks, near ties flipped by rounding.
+FLIPPED_ROWS = {torch.float32: 1e-3, torch.float64: 0.0}
+LOW_PRECISION_FLIPPED_ROWS = 1e-2
+
+
+def dense_limit(c: Context) -> CheckResult:
+    """V3: with top-k = all blocks the rewrite matches the original; greedy tokens are identical."""
+    full = variant(c, topk=ALL_BLOCKS, min_context=0, decode="sparse")
+    lengths, worst, faults = c.derived_lengths(), 0.0, []
+    for n in lengths:
+        for ids, mask in plain_and_padded(c, n):
+            a, b = logits(full, ids, mask), logits(c.original, ids, mask)
+            far, allowed = error(a, b, functools.partial(_exact, c.original, ids, mask))
+            worst = max(worst, far)
+            if not far <= allowed:
+                faults.append(f"logits differ by {far:.1e} at {n} tokens (allowed {allowed:.0e})")
+    faults += _greedy_faults(c, full)
+    rows = c.sparse_rows(lengths)
+    if rows == 0:
+        faults.append(f"no input of up to {c.limit} tokens reaches {c.dense_rows} tokens")
+    metrics = {"tokens": lengths, "worst_error": worst, "sparse_rows": rows}
+    metrics["greedy_tokens"] = c.greedy_tokens
+    done = (
+        f"worst error {worst:.1e} of the largest logit at {join(lengths)} tokens "
+        f"({rows} rows beyond top-k blocks), {c.greedy_tokens} greedy tokens identical, "
+        "alone and left-padded in a batch"
+    )
+    return result("V3", "dense limit", faults, done, metrics)
+
+
+def determinism(c: Context) -> CheckResult:
+    """V5: reruns of the model, and batch composition and thread count of its ops, bit for bit."""
+    ids = c.tokens(c.limit)
+    faults = []
+    if not same_bits(logits(c.rewritten, ids), logits(c.rewritten, ids)):
+        faults.append("two runs on the same input differ")
+    calls: list[SiteCall] = []
+    with observing(calls.append):
+        c.rewritten(ids, use_cache=False)
+    chosen = {call.plan.key: call for call in (calls[0], calls[len(calls) // 2], calls[-1])}
+    for key, call in chosen.items():
+        alone = run_sparse(call)
+        for place in (0, 1):
+            if not same_bits(alone, run_sparse(_batched(call, place))[place : place + 1]):
+                faults.append(f"{key}: output depends on its batch neighbour")
+        if call.q.device.type == "cpu" and not same_bits(alone, _with_one_thread(call)):
+            faults.append(f"{key}: output depends on the number of threads")
+    rows = c.sparse_rows([c.limit])
+    if rows == 0:
+        faults.append(f"no row of {c.limit} tokens is sparse")
+    done = (
+        f"{c.limit} tokens ({rows} sparse rows): reruns of the model bit-equal, ops of "
+        f"{join(list(chosen))} bit-equal in other batches"
+    )
+    return result("V5", "determinism", faults, done, {"tokens": c.limit, "sparse_rows": rows})
+
+
+def phases(c: Context) -> CheckResult:
+    """V5: chunked prefill and decode equal the whole prefill, given the same selection."""
+    n = c.limit
+    ids = c.tokens(n)
+    with record_selection() as whole:
+        wanted = logits(c.rewritten, ids)
+    decoded = 0 if any(p.decode == "dense" for p in c.plan.rewritten) else min(4, n - 1)
+    steps = [(n - decoded) * 5 // 8 + 1, n - decoded] if n > 8 else [n - decoded]
+    ends = [e for e in steps if 0 < e <= n] + list(range(n - decoded + 1, n + 1))
+    with replay_selection(whole):
+        replayed = logits_in_steps(c.rewritten, ids, ends)
+    with record_selection() as own:
+        logits_in_steps(c.rewritten, ids, ends)
+    with replay_selection(whole):
+        far, allowed = error(replayed, wanted, functools.partial(_exact, c.rewritten, ids, None))
+    flipped, rows = _flipped(whole, own)
+    share = FLIPPED_ROWS.get(wanted.dtype, LOW_PRECISION_FLIPPED_ROWS)
+    faults = []
+    if not far <= allowed:
+        faults.append(f"with the selection replayed, logits differ by {far:.1e}")
+    if flipped > share * rows:
+        faults.append(f"{flipped} of {rows} rows choose other blocks")
+    metrics = {"tokens": n, "worst_error": far, "rows": rows, "rows_choosing_otherwise": flipped}
+    metrics |= {"chunks_end_at": ends, "decoded_tokens": decoded}
+    done = (
+        f"{n} tokens in {len(ends)} steps ({decoded} of them decode): error {far:.1e} with the "
+        f"selection replayed, {flipped} of {rows} rows choose other blocks"
+    )
+    return result("V5", "chunks and decode", faults, done, metrics)
+
+
+def _greedy_faults(c: Context, full: Any) -> list[str]:
+    """Where greedy continuations of the original and the full-top-k model part ways."""
+    if c.greedy_tokens < 1:
+        return []
+    n = max(1, min(c.dense_rows + 1, c.limit - c.greedy_tokens))
+    faults = []
+    for ids, mask in plain_and_padded(c, n):
+        real = torch.ones_like(ids) if mask is None else mask
+        a, b = (
+            m.generate(
+                ids,
+                attention_mask=real,
+                max_new_tokens=c.greedy_tokens,
+                min_new_tokens=c.greedy_tokens,
+                do_sample=False,
+                pad_token_id=0,
+            )
+            for m in (c.original, full)
+        )
+        if not torch.equal(a, b):
+            faults.append(f"greedy tokens differ after {n} tokens")
+    return faults
+
+
+def _batched(call: SiteCall, place: int) -> SiteCall:
+    """The call as sequence `place` of a batch of two, beside its own reverse."""
+
+    def pair(x: torch.Tensor) -> torch.Tensor:
+        both = [x[:1], x[:1].flip(2)]
+        return torch.cat(both if place == 0 else both[::-1])
+
+    layout = {k: None if v is None else torch.cat([v[:1], v[:1]]) for k, v in call.layout.items()}
+    return SiteCall(call.plan, pair(call.q), pair(call.k), pair(call.v), call.scale, layout)
+
+
+def _with_one_thread(call: SiteCall) -> torch.Tensor:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return run_sparse(call)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _flipped(a: Selection, b: Selection) -> tuple[int, int]:
+    """Rows in which the selections differ, and all rows compared."""
+    diffs = a.diff(b).values()
+    return sum(d[0] for d in diffs), sum(d[1] for d in diffs)
+
+
+def _exact(model: torch.nn.Module, ids: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    """Logits of the model in float64."""
+    return logits(copy.deepcopy(model).double(), ids, mask)

@@ -1,0 +1,93 @@
+"""A rewritten transformers model as a folder: safetensors, config, tokenizer, plan, report, manifest."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from sparsify.errors import ArtefactError
+from sparsify.files import check_manifest, output_directory, write_manifest
+from sparsify.hosts import transformers as host
+from sparsify.plans import Plan
+from sparsify.report import SparsifyReport
+
+__all__ = ["load", "save"]
+
+
+def save(
+    model: Any,
+    directory: Path,
+    *,
+    plan: Plan,
+    report: SparsifyReport,
+    tokenizer: Any = None,
+    force: bool = False,
+    progress: Callable[[str], None] | None = None,
+) -> Path:
+    """Write the folder; it appears complete, or not at all.
+
+    Raises:
+        UsageError: the target exists, is not empty and `force` is not given.
+    """
+    say = progress or (lambda _: None)
+    with output_directory(directory, force=force) as folder:
+        say("writing weights")
+        model.save_pretrained(folder)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
+        _write_json(folder / "plan.json", plan.to_json())
+        _write_json(folder / "report.json", report.to_json())
+        say("hashing files")
+        write_manifest(folder, {"kind": "transformers", "model": plan.model})
+    return directory
+
+
+def load(directory: Path, **options: Any) -> torch.nn.Module:
+    """Load a folder written by `save` and apply its plan.
+
+    Args:
+        options: passed to `from_pretrained`, e.g. `dtype`, `device_map`.
+
+    Raises:
+        ArtefactError: not such a folder, or a file is missing or damaged.
+    """
+    config = _read_config(directory)
+    check_manifest(directory)
+    if "plan" not in (config.get("sparsify") or {}):
+        raise ArtefactError(f"{directory} holds no plan in its config.json.")
+    name = (config.get("architectures") or ["AutoModelForCausalLM"])[0]
+    cls = getattr(transformers, name, None)
+    if cls is None:
+        raise ArtefactError(
+            f"{directory} needs {name}, which transformers {transformers.__version__} lacks.",
+            "Update transformers.",
+        )
+    model: torch.nn.Module = cls.from_pretrained(
+        directory, local_files_only=True, **{"dtype": "auto", **options}
+    )
+    if host.plan_of(model) is None:
+        raise ArtefactError(f"The plan of {directory} could not be applied.")
+    return model
+
+
+def _read_config(directory: Path) -> dict[str, Any]:
+    if not directory.is_dir():
+        raise ArtefactError(f"There is no folder {directory}.")
+    try:
+        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    except OSError:
+        raise ArtefactError(f"{directory} has no config.json; it is not a model folder.") from None
+    except ValueError:
+        raise ArtefactError(f"{directory / 'config.json'} is damaged: not valid JSON.") from None
+    if not isinstance(config, dict):
+        raise ArtefactError(f"{directory / 'config.json'} is damaged: not a JSON object.")
+    return config
+
+
+def _write_json(path: Path, data: Any) -> None:
+    path.write_text(json.dumps(data, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

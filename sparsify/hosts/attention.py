@@ -1,0 +1,218 @@
+"""The attention function of a rewritten transformers model: sparse where its plan says so.
+
+It is stateless: the plan of a site sits on its attention module (`module.sparsify_plan`), what is
+known of the mask arrives as a `SparsityMask`, and the cache layer as the keyword
+`sparsify_layer`. Everything else goes to the model's previous attention, and is counted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from sparsify import settings
+from sparsify.errors import CaptureError, StrictError
+from sparsify.hosts.caches import SparseDynamicLayer
+from sparsify.hosts.masks import SparsityMask, dense_implementation
+from sparsify.kernels import schemas, selection
+from sparsify.plans import LayerPlan
+
+__all__ = ["FALLBACK", "SiteCall", "observing", "proxy_index", "run_sparse", "sparsify_attention"]
+
+# How the counts of calls that should have been sparse begin.
+FALLBACK = "fallback, "
+
+
+class SiteCall:
+    """One sparse attention call as an observer sees it: the plan, q, k, v and the op's layout.
+
+    q `[B, Hq, T, D]`, k and v `[B, Hkv, S, *]`; `layout` holds the op's LAY arguments that are not
+    at their default.
+    """
+
+    def __init__(
+        self,
+        plan: LayerPlan,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scale: float | None,
+        layout: dict[str, torch.Tensor | None],
+    ) -> None:
+        self.plan, self.q, self.k, self.v, self.scale, self.layout = plan, q, k, v, scale, layout
+
+
+Observer = Callable[[SiteCall], None]
+_observer: ContextVar[tuple[Observer, bool] | None] = ContextVar("sparsify_observer", default=None)
+
+
+@contextlib.contextmanager
+def observing(observer: Observer, *, run_dense: bool = False) -> Iterator[None]:
+    """Show every call of a sparse site to `observer`; with `run_dense` the sites then run dense."""
+    token = _observer.set((observer, run_dense))
+    try:
+        yield
+    finally:
+        _observer.reset(token)
+
+
+def sparsify_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Any,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sparsify_layer: SparseDynamicLayer | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Attention function for `AttentionInterface`: sparse where the module's plan says so.
+
+    It goes sparse only on a `SparsityMask` that is known to be causal. Whatever else arrives (a
+    user's 4-D mask, no mask at all, active dropout, a softcap) goes to the model's previous
+    attention and is counted, or raises `StrictError` under SPARSIFY_STRICT=1.
+    """
+    plan: LayerPlan | None = getattr(module, "sparsify_plan", None)
+    reason = _planned_dense(plan, query, key)
+    if reason is None and plan is not None:
+        fallback = _fallback(query, key, attention_mask, dropout, kwargs)
+        if fallback is not None and settings.strict():
+            raise StrictError(f"{plan.fqn} would run dense: {fallback}.")
+        if fallback is None:
+            call = SiteCall(plan, query, key, value, scaling, _layout(attention_mask))
+            watch = _observer.get()
+            if watch is not None:
+                watch[0](call)
+            if watch is None or not watch[1]:
+                _count(module, "sparse")
+                means = _block_means(plan, key, attention_mask, sparsify_layer)
+                return run_sparse(call, means).transpose(1, 2).contiguous(), None
+        reason = "observed" if fallback is None else FALLBACK + fallback
+    _count(module, f"dense: {reason}")
+    dense = _dense_function(module)
+    mask = attention_mask.dense() if isinstance(attention_mask, SparsityMask) else attention_mask
+    out: tuple[torch.Tensor, torch.Tensor | None] = dense(
+        module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs
+    )
+    return out
+
+
+def _planned_dense(plan: LayerPlan | None, query: torch.Tensor, key: torch.Tensor) -> str | None:
+    """Why this call is dense by the user's own wish, or None."""
+    if plan is None:
+        return "no plan for this module"
+    if not plan.sparse:
+        return "by plan"
+    if settings.disabled():
+        return "SPARSIFY_DISABLE"
+    if key.shape[2] < plan.min_context:
+        return "shorter than min_context"
+    if plan.decode == "dense" and query.shape[2] == 1 and key.shape[2] > 1:
+        return "decode is dense by policy"
+    return None
+
+
+def _fallback(
+    query: torch.Tensor, key: torch.Tensor, mask: Any, dropout: float, kwargs: dict[str, Any]
+) -> str | None:
+    """Why this call cannot be sparse although the plan says so, or None."""
+    if not isinstance(mask, SparsityMask):
+        return "no mask object" if mask is None else "a mask tensor from outside"
+    if not mask.causal:
+        return "mask is not plain causal"
+    if mask.kv_offset != 0 or mask.kv_length != key.shape[2]:
+        return "the cache does not hold all keys"
+    if mask.q_length != query.shape[2]:
+        return "mask and queries differ in length"
+    if dropout > 0:
+        return "dropout is active"
+    for name in ("softcap", "s_aux", "position_bias"):
+        if kwargs.get(name) is not None:
+            return f"{name} is set"
+    if kwargs.get("is_causal") is False:
+        return "is_causal is False"
+    return None
+
+
+def _layout(mask: SparsityMask) -> dict[str, torch.Tensor | None]:
+    return {"q_start": mask.q_start, "key_mask": mask.padding}
+
+
+def _block_means(
+    plan: LayerPlan, key: torch.Tensor, mask: SparsityMask, layer: SparseDynamicLayer | None
+) -> torch.Tensor | None:
+    """Cached block means, where the cache keeps them and blocks are contiguous."""
+    if (
+        plan.method != "moba"
+        or layer is None
+        or not mask.left_padded_only
+        or plan.block_size is None
+    ):
+        return None
+    return layer.block_means_for(key, plan.block_size, mask.origins)
+
+
+def run_sparse(call: SiteCall, block_means: torch.Tensor | None) -> torch.Tensor:
+    """Output `[B, Hq, T, Dv]` of the op that the plan names."""
+    plan = call.plan
+    with selection.site(plan.key):
+        if plan.method == "moba":
+            out, _ = schemas.moba_attention(
+                call.q,
+                call.k,
+                call.v,
+                **call.layout,
+                block_means=block_means,
+                block_size=plan.block_size,
+                topk=plan.topk,
+                scale=call.scale,
+            )
+        else:
+            iq, ik = proxy_index(call.q, call.k)
+            out, _ = schemas.msa_attention(
+                call.q,
+                call.k,
+                call.v,
+                iq,
+                ik,
+                **call.layout,
+                block_size=plan.block_size,
+                topk=plan.topk,
+                local=plan.local,
+                scale=call.scale,
+            )
+    return out
+
+
+def proxy_index(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Index tensors of the proxy indexer: the mean of each group's queries, and the keys.
+
+    q `[B, Hq, T, D]`, k `[B, Hkv, S, D]` after rotary; gives iq `[B, Hkv, T, D]` (float32, or
+    float64 for float64) and ik, the keys themselves.
+    """
+    n_B, n_H, n_T, n_D = q.shape
+    wide = q if q.dtype == torch.float64 else q.float()
+    return wide.view(n_B, k.shape[1], n_H // k.shape[1], n_T, n_D).mean(2), k
+
+
+def _dense_function(module: torch.nn.Module) -> Callable[..., Any]:
+    name = dense_implementation(getattr(module, "config", None))
+    if name == "eager":
+        eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+        if eager is None:
+            raise CaptureError(f"{type(module).__name__} has no eager attention to fall back to.")
+        return eager  # type: ignore[no-any-return]
+    return ALL_ATTENTION_FUNCTIONS[name]  # type: ignore[no-any-return]
+
+
+def _count(module: torch.nn.Module, what: str) -> None:
+    counts = module.__dict__.get("sparsify_counts")
+    if counts is not None:
+        counts[what] += 1

@@ -1,0 +1,173 @@
+"""KV-cache layers that also keep what sparse attention needs: the means of complete MoBA blocks.
+
+A mean is taken once, when its block is complete, over the stored keys, so a decode step reads one
+mean per block instead of every key and chooses exactly as the whole prefill does.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers.cache_utils import Cache, DynamicLayer, EncoderDecoderCache
+
+__all__ = ["BlockMeans", "SparseDynamicLayer", "sparse_layer"]
+
+
+class BlockMeans:
+    """Means of the complete blocks of a growing key cache.
+
+    `origins` are the slots of each sequence's first real key, counted from which its blocks lie;
+    None stands for slot 0 everywhere. Legend: B batch, G KV heads, S keys, D head size, N blocks.
+    """
+
+    def __init__(self) -> None:
+        self.means_BGND: torch.Tensor | None = None
+        self.block_size = 0
+        self.origins: tuple[int, ...] | None = None
+
+    def extend(
+        self, keys_BGSD: torch.Tensor, block_size: int, origins: tuple[int, ...] | None
+    ) -> torch.Tensor:
+        """Means [B, G, ceil(S / block_size), D] of all blocks, computing only those not yet known.
+
+        Entries of blocks that are not complete are meaningless: no query can choose them.
+        """
+        n_S = keys_BGSD.shape[2]
+        if not self._fits(keys_BGSD, block_size, origins):
+            self.means_BGND = None
+        self.block_size, self.origins = block_size, origins
+        # Blocks complete in every sequence are kept, those complete in some are taken each time.
+        first = 0 if self.means_BGND is None else self.means_BGND.shape[2]
+        in_all = (n_S - max(origins or (0,))) // block_size
+        in_some = (n_S - min(origins or (0,))) // block_size
+        if self.means_BGND is None or in_all > first:
+            fresh = self._means(keys_BGSD, first, in_all)
+            self.means_BGND = torch.cat([*([] if first == 0 else [self.means_BGND]), fresh], 2)
+        parts = [self.means_BGND, self._means(keys_BGSD, in_all, in_some)]
+        missing = -(-n_S // block_size) - in_some
+        if missing > 0:
+            parts.append(
+                self.means_BGND.new_zeros(*keys_BGSD.shape[:2], missing, keys_BGSD.shape[3])
+            )
+        return torch.cat(parts, 2)
+
+    def crop(self, n_S: int) -> None:
+        """Forget blocks that reach beyond the first `n_S` keys."""
+        if self.means_BGND is not None:
+            kept = max(0, n_S - max(self.origins or (0,))) // self.block_size
+            self.means_BGND = self.means_BGND[:, :, :kept]
+
+    def index(self, rows: torch.Tensor) -> None:
+        """Keep, drop, repeat or reorder sequences of the batch."""
+        if self.means_BGND is not None:
+            rows = rows.to(self.means_BGND.device)
+            self.means_BGND = self.means_BGND[rows]
+            if self.origins is not None:
+                every = torch.tensor(self.origins)[rows.cpu()]
+                self.origins = tuple(every.tolist())
+
+    def to(self, device: torch.device | str) -> None:
+        """Follow the keys to another device."""
+        if self.means_BGND is not None:
+            self.means_BGND = self.means_BGND.to(device, non_blocking=True)
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.means_BGND = None
+
+    def _fits(
+        self, keys_BGSD: torch.Tensor, block_size: int, origins: tuple[int, ...] | None
+    ) -> bool:
+        return (
+            self.means_BGND is not None
+            and block_size == self.block_size
+            and origins == self.origins
+            and self.means_BGND.shape[:2] == keys_BGSD.shape[:2]
+            and self.means_BGND.device == keys_BGSD.device
+        )
+
+    def _means(self, keys_BGSD: torch.Tensor, first: int, last: int) -> torch.Tensor:
+        """Means of blocks first..last-1, taken in float32 and rounded to the key dtype."""
+        n_B, n_G, n_S, n_D = keys_BGSD.shape
+        size, count = self.block_size, max(0, last - first)
+        if self.origins is None:
+            chosen = keys_BGSD[:, :, first * size : (first + count) * size]
+        else:
+            slots_S = torch.arange(first * size, (first + count) * size, device=keys_BGSD.device)
+            origin_B = torch.tensor(self.origins, device=keys_BGSD.device)
+            index_BS = (origin_B[:, None] + slots_S).clamp_max(n_S - 1)
+            chosen = keys_BGSD.gather(2, index_BS[:, None, :, None].expand(-1, n_G, -1, n_D))
+        blocks = chosen.reshape(n_B, n_G, count, size, n_D)
+        exact = torch.float64 if keys_BGSD.dtype == torch.float64 else torch.float32
+        return blocks.to(exact).mean(3).to(keys_BGSD.dtype)
+
+
+class SparseDynamicLayer(DynamicLayer):  # type: ignore[misc]
+    """transformers' growing cache layer that also keeps block means."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.block_means = BlockMeans()
+
+    def block_means_for(
+        self, keys: torch.Tensor, block_size: int, origins: tuple[int, ...] | None
+    ) -> torch.Tensor:
+        """Block means [batch, kv_heads, blocks, head_dim] of the cached `keys`."""
+        return self.block_means.extend(keys, block_size, origins)
+
+    def reset(self) -> None:
+        super().reset()
+        self.block_means.reset()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        super().crop(tokens_to_remove)
+        self.block_means.crop(self.get_seq_length())
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        super().reorder_cache(beam_idx)
+        self.block_means.index(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        rows = None if self.keys is None else torch.arange(self.keys.shape[0])
+        super().batch_repeat_interleave(repeats)
+        if rows is not None:
+            self.block_means.index(rows.repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        rows = None if self.keys is None else torch.arange(self.keys.shape[0])
+        super().batch_select_indices(indices)
+        if rows is not None:
+            self.block_means.index(rows[indices.cpu()])
+
+    def offload(self) -> None:
+        super().offload()
+        self.block_means.to("cpu")
+
+    def prefetch(self) -> None:
+        super().prefetch()
+        if self.is_initialized:
+            self.block_means.to(self.device)
+
+
+def sparse_layer(cache: Any, layer_idx: int) -> SparseDynamicLayer | None:
+    """The cache's layer as one that keeps block means, replacing it at first use.
+
+    Only transformers' plain growing layer is replaced; for any other kind (static, sliding,
+    quantised, or a subclass of the user's) the answer is None and means are taken from the keys.
+    """
+    if isinstance(cache, EncoderDecoderCache):
+        cache = cache.self_attention_cache
+    if not isinstance(cache, Cache):
+        return None
+    if cache.layer_class_to_replicate is not None:
+        while len(cache.layers) <= layer_idx:  # as Cache.update would
+            cache.layers.append(cache.layer_class_to_replicate())
+    if layer_idx >= len(cache.layers):
+        return None
+    layer = cache.layers[layer_idx]
+    if type(layer) is DynamicLayer:
+        replaced = SparseDynamicLayer()
+        replaced.__dict__.update(layer.__dict__)
+        cache.layers[layer_idx] = layer = replaced
+    return layer if isinstance(layer, SparseDynamicLayer) else None

@@ -1,0 +1,132 @@
+"""The mask object that a rewritten transformers model hands to its attention.
+
+transformers asks a mask function for a mask once per forward and passes the answer to every
+attention layer unread. Ours answers with what is *known* (causal, where the queries stand, which
+keys are padding), and builds the dense mask only for layers that ask for it: at 128K tokens a
+dense mask is 17 GB a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
+
+__all__ = ["SparsityMask", "dense_implementation", "sparsify_mask"]
+
+
+@dataclass
+class SparsityMask:
+    """What is known of the mask of one forward.
+
+    `causal` says that the visible keys of query i are exactly the unpadded keys j <= q_offset + i.
+    `padding` is the user's 2-D mask cut or extended to the keys, bool [batch, kv_length], or None
+    when no key is hidden; keys beyond the user's mask count as hidden, as in transformers.
+    """
+
+    causal: bool
+    batch_size: int
+    q_length: int
+    kv_length: int
+    q_offset: int | torch.Tensor
+    kv_offset: int
+    padding_2d: torch.Tensor | None
+    build_dense: Callable[[], torch.Tensor | None] = field(repr=False)
+
+    @cached_property
+    def padding(self) -> torch.Tensor | None:
+        """Real keys, bool [batch, kv_length]; None when every key is real."""
+        if self.padding_2d is None:
+            return None
+        known = self.padding_2d[:, self.kv_offset : self.kv_offset + self.kv_length].bool()
+        missing = self.kv_length - known.shape[-1]
+        if missing > 0:
+            known = torch.nn.functional.pad(known, (0, missing))
+        return None if bool(known.all()) else known
+
+    @cached_property
+    def left_padded_only(self) -> bool:
+        """Whether every key after the first real one is real, so that blocks are contiguous."""
+        if self.padding is None:
+            return True
+        return bool((self.padding[:, 1:] >= self.padding[:, :-1]).all())
+
+    @cached_property
+    def origins(self) -> tuple[int, ...] | None:
+        """Slot of the first real key of each sequence; None without padding."""
+        return None if self.padding is None else tuple(self.padding.int().argmax(-1).tolist())
+
+    @cached_property
+    def q_start(self) -> torch.Tensor | None:
+        """Slot of query 0, int64 [batch]; None when the queries are the last keys (the default)."""
+        offset = self.q_offset - self.kv_offset
+        if isinstance(offset, int) and offset == self.kv_length - self.q_length:
+            return None
+        device = None if self.padding_2d is None else self.padding_2d.device
+        if isinstance(offset, torch.Tensor):
+            return offset.reshape(-1).long().expand(self.batch_size).contiguous()
+        return torch.full((self.batch_size,), offset, dtype=torch.long, device=device)
+
+    @cached_property
+    def _dense(self) -> torch.Tensor | None:
+        return self.build_dense()
+
+    def dense(self) -> torch.Tensor | None:
+        """The mask that the model's previous attention expects (built once per forward)."""
+        return self._dense
+
+
+def dense_implementation(config: Any) -> str:
+    """Name of the attention that a rewritten model uses where it stays dense."""
+    known = getattr(config, "sparsify", None) or {}
+    return str(known.get("dense", "sdpa"))
+
+
+def sparsify_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | torch.Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] = causal_mask_function,
+    attention_mask: torch.Tensor | None = None,
+    config: Any = None,
+    **kwargs: Any,
+) -> SparsityMask:
+    """Mask function for `AttentionMaskInterface` (transformers.masking_utils).
+
+    Only transformers' own causal mask function, by identity, is known to be causal; windows,
+    packing and user functions arrive as other functions and are left to the dense mask.
+    """
+
+    def build_dense() -> torch.Tensor | None:
+        previous = ALL_MASK_ATTENTION_FUNCTIONS.get(dense_implementation(config))
+        if previous is None:
+            return None
+        mask: torch.Tensor | None = previous(
+            batch_size=batch_size,
+            q_length=q_length,
+            kv_length=kv_length,
+            q_offset=q_offset,
+            kv_offset=kv_offset,
+            mask_function=mask_function,
+            attention_mask=attention_mask,
+            config=config,
+            **kwargs,
+        )
+        return mask
+
+    return SparsityMask(
+        causal=mask_function is causal_mask_function,
+        batch_size=batch_size,
+        q_length=q_length,
+        kv_length=kv_length,
+        q_offset=q_offset,
+        kv_offset=kv_offset,
+        padding_2d=attention_mask,
+        build_dense=build_dense,
+    )

@@ -1,0 +1,250 @@
+"""Apply a plan to a transformers model, in place, without touching its weights or its code.
+
+One stateless attention function and one mask function are registered under the name "sparsify" in
+both of transformers' interfaces (without the mask interface, padding would be lost silently). The
+plan of a site sits on its attention module, so several models live side by side. Importing this
+module registers them, and makes plain `from_pretrained` attach the plan that a saved config holds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import inspect
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+
+from sparsify.errors import ArtefactError, CaptureError
+from sparsify.hosts.attention import FALLBACK, sparsify_attention
+from sparsify.hosts.caches import sparse_layer
+from sparsify.hosts.masks import dense_implementation, sparsify_mask
+from sparsify.plans import LayerPlan, Plan
+
+__all__ = [
+    "Handle",
+    "apply",
+    "as_sdpa",
+    "call_counts",
+    "copy_sharing_weights",
+    "fallbacks",
+    "plan_of",
+]
+
+NAME = "sparsify"
+CONFIG_SCHEMA = 1
+
+
+def call_counts(model: torch.nn.Module) -> dict[str, dict[str, int]]:
+    """How often each planned module ran sparse, or dense and why, since the plan was applied."""
+    return {
+        name: dict(module.sparsify_counts)
+        for name, module in model.named_modules()
+        if "sparsify_counts" in module.__dict__
+    }
+
+
+def fallbacks(model: torch.nn.Module) -> dict[str, str]:
+    """Modules that were planned sparse and yet ran dense, with the reason of one such call."""
+    found = {}
+    for name, counts in call_counts(model).items():
+        reasons = [what for what in counts if FALLBACK in what]
+        if reasons:
+            found[name] = reasons[0].split(FALLBACK, 1)[1]
+    return found
+
+
+def _offer_cache_layer(
+    module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Forward pre-hook: let the attention function see the cache layer of its module."""
+    cache = kwargs.get("cache", kwargs.get("past_key_values"))
+    layer_idx = getattr(module, "layer_idx", None)
+    if cache is not None and isinstance(layer_idx, int):
+        layer = sparse_layer(cache, layer_idx)
+        if layer is not None:
+            kwargs = {**kwargs, "sparsify_layer": layer}
+    return args, kwargs
+
+
+class Handle:
+    """An applied plan; `restore()` undoes it."""
+
+    def __init__(self, model: PreTrainedModel, plan: Plan, previous: str) -> None:
+        self.model, self.plan, self.previous = model, plan, previous
+
+    def restore(self) -> None:
+        """Give the model back its previous attention."""
+        for module in self.model.modules():
+            hook = module.__dict__.pop("sparsify_hook", None)
+            if hook is not None:
+                hook.remove()
+            module.__dict__.pop("sparsify_plan", None)
+            module.__dict__.pop("sparsify_counts", None)
+        self.model.set_attn_implementation(self.previous)
+        for config in _configs(self.model):
+            for name in ("sparsify", "attn_implementation"):
+                config.__dict__.pop(name, None)
+
+
+def apply(model: PreTrainedModel, plan: Plan) -> Handle:
+    """Put `plan` on the attention modules of `model`, in place.
+
+    A plan that was applied before is replaced. The model is left as it was when this fails.
+
+    Raises:
+        CaptureError: a planned site cannot be reached in this model.
+        ArtefactError: the plan names modules that the model does not have.
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise CaptureError(f"{type(model).__name__} is not a transformers model.")
+    modules = dict(model.named_modules())
+    _check_reachable(model, modules, plan)
+    previous = model.config._attn_implementation
+    if previous == NAME:
+        previous = dense_implementation(model.config)
+        Handle(model, plan, previous).restore()
+    handle = Handle(model, plan, previous)
+    for config in _configs(model):
+        config.sparsify = {"dense": config._attn_implementation or previous}
+    model.set_attn_implementation(NAME)
+    if model.config._attn_implementation != NAME:
+        handle.restore()
+        raise CaptureError(
+            f"{type(model).__name__} calls its attention directly, so transformers cannot swap it."
+        )
+    model.config.sparsify |= {"schema": CONFIG_SCHEMA, "plan": plan.to_json()}
+    # Saved, so that transformers without this package refuses the folder instead of loading it
+    # dense without a word.
+    model.config.attn_implementation = NAME
+    for layer in plan:
+        _mark(modules[layer.fqn], layer)
+    return handle
+
+
+def _check_reachable(
+    model: PreTrainedModel, modules: dict[str, torch.nn.Module], plan: Plan
+) -> None:
+    missing = [layer.fqn for layer in plan if layer.fqn not in modules]
+    if missing:
+        raise ArtefactError(
+            f"The plan names {missing[0]!r}, which {type(model).__name__} does not have.",
+            "It was made for another model.",
+        )
+    calls = Counter(layer.fqn for layer in plan)
+    for layer in plan.rewritten:
+        if calls[layer.fqn] > 1:
+            raise CaptureError(
+                f"{layer.fqn} calls attention {calls[layer.fqn]} times; this host cannot tell the "
+                "calls apart.",
+                "Keep the module dense by a layer rule.",
+            )
+        if layer.indexer == "learned":
+            raise CaptureError(
+                f"{layer.key}: the learned indexer is not available on this host yet.",
+                'Use indexer="proxy".',
+            )
+
+
+def _mark(module: torch.nn.Module, layer: LayerPlan) -> None:
+    if layer.ordinal > 0:
+        return
+    module.sparsify_plan = layer  # type: ignore[assignment]
+    module.sparsify_counts = Counter()  # type: ignore[assignment]
+    signature = inspect.signature(type(module).forward)
+    if layer.method == "moba" and any(
+        p.kind is p.VAR_KEYWORD for p in signature.parameters.values()
+    ):
+        module.sparsify_hook = module.register_forward_pre_hook(  # type: ignore[assignment]
+            _offer_cache_layer, with_kwargs=True
+        )
+
+
+def _configs(model: PreTrainedModel) -> list[Any]:
+    """Every distinct config object that a module of the model reads."""
+    found = {id(model.config): model.config}
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if config is not None and hasattr(config, "_attn_implementation"):
+            found.setdefault(id(config), config)
+    return list(found.values())
+
+
+def copy_sharing_weights(model: torch.nn.Module) -> torch.nn.Module:
+    """A copy of the module objects; parameters are the same tensors, buffers are copied."""
+    shared: dict[int, Any] = {id(p): p for p in model.parameters()}
+    return copy.deepcopy(model, shared)
+
+
+def plan_of(model: torch.nn.Module) -> Plan | None:
+    """The plan applied to `model`, if any."""
+    stored = getattr(getattr(model, "config", None), "sparsify", None) or {}
+    return Plan.from_json(stored["plan"]) if "plan" in stored else None
+
+
+@contextlib.contextmanager
+def as_sdpa(model: torch.nn.Module) -> Iterator[None]:
+    """Within it the model runs its `sdpa` attention (or eager, where it has no other)."""
+    config = getattr(model, "config", None)
+    current = getattr(config, "_attn_implementation", None)
+    if not isinstance(model, PreTrainedModel) or current in ("sdpa", "eager"):
+        yield
+        return
+    dense = dense_implementation(config) if current == NAME else "sdpa"
+    model.set_attn_implementation(dense)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(current)
+
+
+def _attach_saved_plan(model: Any, folder: Any) -> None:
+    """Post-load step: put the plan of the saved config on a freshly loaded model."""
+    stored = getattr(getattr(model, "config", None), "sparsify", None)
+    if not isinstance(stored, dict) or "plan" not in stored:
+        return
+    if model.config._attn_implementation != NAME:  # the user asked for another attention
+        return
+    if stored.get("schema", 0) > CONFIG_SCHEMA:
+        raise ArtefactError(
+            f"{folder} was written by a newer version (schema {stored['schema']}).",
+            "Update sparsify-attention.",
+        )
+    dense, plan = str(stored.get("dense", "sdpa")), Plan.from_json(stored["plan"])
+    for config in _configs(model):
+        config.__dict__.pop("sparsify", None)
+    model.set_attn_implementation(dense)
+    apply(model, plan)
+
+
+def _check_files(folder: Any) -> None:
+    from sparsify.files import MANIFEST, check_manifest
+
+    if isinstance(folder, str | Path) and (Path(folder) / MANIFEST).is_file():
+        check_manifest(Path(folder))
+
+
+def _register() -> None:
+    AttentionInterface.register(NAME, sparsify_attention)
+    AttentionMaskInterface.register(NAME, sparsify_mask)
+    original = PreTrainedModel.from_pretrained.__func__
+    if getattr(original, "sparsify_wrapped", False):
+        return
+
+    @functools.wraps(original)
+    def from_pretrained(cls: type, folder: Any, *args: Any, **kwargs: Any) -> Any:
+        _check_files(folder)
+        loaded = original(cls, folder, *args, **kwargs)
+        _attach_saved_plan(loaded[0] if isinstance(loaded, tuple) else loaded, folder)
+        return loaded
+
+    from_pretrained.sparsify_wrapped = True  # type: ignore[attr-defined]
+    PreTrainedModel.from_pretrained = classmethod(from_pretrained)
+
+
+_register()
