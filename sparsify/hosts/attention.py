@@ -159,7 +159,7 @@ def _block_means(
     return layer.block_means_for(key, plan.block_size, mask.origins)
 
 
-def run_sparse(call: SiteCall, block_means: torch.Tensor | None) -> torch.Tensor:
+def run_sparse(call: SiteCall, block_means: torch.Tensor | None = None) -> torch.Tensor:
     """Output `[B, Hq, T, Dv]` of the op that the plan names."""
     plan = call.plan
     with selection.site(plan.key):

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, DynamicLayer, EncoderDecoderCache
 
+from sparsify.kernels.scores import mean_keys
+
 __all__ = ["BlockMeans", "SparseDynamicLayer", "sparse_layer"]
 
 
@@ -39,8 +41,8 @@ class BlockMeans:
         self.block_size, self.origins = block_size, origins
         # Blocks complete in every sequence are kept, those complete in some are taken each time.
         first = 0 if self.means_BGND is None else self.means_BGND.shape[2]
-        in_all = (n_S - max(origins or (0,))) // block_size
-        in_some = (n_S - min(origins or (0,))) // block_size
+        in_all = max(0, n_S - max(origins or (0,))) // block_size
+        in_some = max(0, n_S - min(origins or (0,))) // block_size
         if self.means_BGND is None or in_all > first:
             fresh = self._means(keys_BGSD, first, in_all)
             self.means_BGND = torch.cat([*([] if first == 0 else [self.means_BGND]), fresh], 2)
@@ -88,19 +90,14 @@ class BlockMeans:
         )
 
     def _means(self, keys_BGSD: torch.Tensor, first: int, last: int) -> torch.Tensor:
-        """Means of blocks first..last-1, taken in float32 and rounded to the key dtype."""
+        """Means of blocks first..last-1; where a sequence is too short for one, it is zero."""
         n_B, n_G, n_S, n_D = keys_BGSD.shape
-        size, count = self.block_size, max(0, last - first)
-        if self.origins is None:
-            chosen = keys_BGSD[:, :, first * size : (first + count) * size]
-        else:
-            slots_S = torch.arange(first * size, (first + count) * size, device=keys_BGSD.device)
-            origin_B = torch.tensor(self.origins, device=keys_BGSD.device)
-            index_BS = (origin_B[:, None] + slots_S).clamp_max(n_S - 1)
-            chosen = keys_BGSD.gather(2, index_BS[:, None, :, None].expand(-1, n_G, -1, n_D))
-        blocks = chosen.reshape(n_B, n_G, count, size, n_D)
-        exact = torch.float64 if keys_BGSD.dtype == torch.float64 else torch.float32
-        return blocks.to(exact).mean(3).to(keys_BGSD.dtype)
+        means_BGND = keys_BGSD.new_zeros(n_B, n_G, max(0, last - first), n_D)
+        for row, origin in enumerate(self.origins or (0,) * n_B):
+            span = slice(origin + first * self.block_size, origin + last * self.block_size)
+            found_GND = mean_keys(keys_BGSD[row, :, span], None, self.block_size)
+            means_BGND[row, :, : found_GND.shape[1]] = found_GND
+        return means_BGND
 
 
 class SparseDynamicLayer(DynamicLayer):  # type: ignore[misc]

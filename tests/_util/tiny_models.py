@@ -1,0 +1,57 @@
+"""Tiny random transformers models, built from their configs; nothing is downloaded."""
+
+import os
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import torch
+import transformers as tf
+
+SMALL = dict(
+    vocab_size=97,
+    hidden_size=48,
+    intermediate_size=64,
+    num_hidden_layers=3,
+    num_attention_heads=6,
+    num_key_value_heads=2,
+    max_position_embeddings=512,
+    pad_token_id=0,
+    bos_token_id=1,
+    eos_token_id=2,
+)
+
+
+def build(name, seed=0, dtype=torch.float32, **changes):
+    """A random model of the family, in eval mode, its attention far from uniform."""
+    config = _config(name, changes)
+    torch.manual_seed(seed)
+    model = tf.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(6.0)
+    return model.to(dtype).eval()
+
+
+def _config(name, changes):
+    if name == "gpt2":
+        sizes = dict(n_embd=48, n_layer=3, n_head=6, n_positions=512, vocab_size=97)
+        ids = dict(pad_token_id=0, bos_token_id=1, eos_token_id=2)
+        return tf.GPT2Config(**{**sizes, **ids, **changes})
+    classes = {
+        "llama": tf.LlamaConfig,
+        "qwen2": tf.Qwen2Config,
+        "qwen3": tf.Qwen3Config,
+        "mistral": tf.MistralConfig,
+    }
+    extra = {"mistral": dict(sliding_window=None), "qwen3": dict(head_dim=8)}.get(name, {})
+    return classes[name](**{**SMALL, **extra, **changes})
+
+
+FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gpt2")
+
+
+def tokens(batch, length, seed=0):
+    """Random token ids `[batch, length]`, none of them special."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, 97, (batch, length), generator=generator)
