@@ -1,0 +1,237 @@
+"""Outputs that appear whole or not at all.
+
+A file or folder is written beside its target under a hidden temporary name, flushed to disk and
+renamed. An exception, Ctrl-C or SIGTERM on the way removes the temporary and leaves what was there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+import shutil
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from sparsify.errors import UsageError
+from sparsify.manifests import MANIFEST, check_manifest, write_manifest
+
+__all__ = [
+    "MANIFEST",
+    "check_manifest",
+    "check_target",
+    "output_directory",
+    "output_file",
+    "write_manifest",
+    "write_text",
+]
+
+_USER_FAULTS = (
+    errno.EACCES,
+    errno.EDQUOT,
+    errno.EFBIG,
+    errno.ENAMETOOLONG,
+    errno.ENOSPC,
+    errno.ENOTDIR,
+    errno.EPERM,
+    errno.EROFS,
+)
+
+
+def check_target(target: str | Path, *, force: bool = False, directory: bool = True) -> None:
+    """Refuse a target that `output_directory` or `output_file` would refuse, before long work.
+
+    Raises:
+        UsageError: it exists and `force` is not given (an empty folder is no obstacle), it is of
+            the other kind, or `force` would remove the working directory or one above it.
+    """
+    given, path = target, _resolve(target)
+    if not path.exists():
+        _check_parent(given, path)
+        return
+    if path.is_dir() != directory:
+        kind, wanted = ("folder", "file") if path.is_dir() else ("file", "folder")
+        raise UsageError(f"{given} is a {kind}; the output is a {wanted}.", "Choose another name.")
+    if path.is_mount():
+        raise UsageError(
+            f"{given} is a mount point, which cannot be replaced as a whole.",
+            "Write to a folder inside it.",
+        )
+    if directory and not any(path.iterdir()):
+        return
+    if not force:
+        state = "is not empty" if directory else "exists"
+        raise UsageError(f"{given} {state}.", "Choose another target, or replace it with --force.")
+    if directory and (_holds(path, Path.cwd()) or _holds(path, Path.home())):
+        raise UsageError(f"{given} holds the working directory or a home; it is not replaced.")
+
+
+@contextlib.contextmanager
+def output_directory(target: str | Path, *, force: bool = False) -> Iterator[Path]:
+    """Yield a temporary folder that becomes `target` when the block ends well.
+
+    With `force` an existing folder is replaced, after the new one is complete.
+
+    Raises:
+        UsageError: as `check_target`, or the disk is full or read-only.
+    """
+    with _output(target, force=force, directory=True) as temporary:
+        temporary.mkdir()
+        yield temporary
+
+
+@contextlib.contextmanager
+def output_file(target: str | Path, *, force: bool = False) -> Iterator[Path]:
+    """Yield the path of a temporary file that becomes `target` when the block ends well.
+
+    Raises:
+        UsageError: as `check_target`, or the disk is full or read-only.
+    """
+    with _output(target, force=force, directory=False) as temporary:
+        yield temporary
+
+
+def write_text(target: str | Path, text: str, *, force: bool = True) -> None:
+    """Write a UTF-8 file atomically."""
+    with output_file(target, force=force) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+@contextlib.contextmanager
+def _output(target: str | Path, *, force: bool, directory: bool) -> Iterator[Path]:
+    check_target(target, force=force, directory=directory)
+    path = _resolve(target)
+    temporary = path.with_name(f".{path.name[:100]}.{secrets.token_hex(4)}.partial")
+    created = [p for p in path.parents if not p.exists()]
+    with _terminable():
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            yield temporary
+            _sync(temporary)
+            with _undisturbed():
+                _put_in_place(temporary, path, given=target, force=force)
+        except BaseException as error:
+            with _undisturbed():
+                _remove(temporary)
+                for parent in created:
+                    with contextlib.suppress(OSError):
+                        parent.rmdir()
+            if isinstance(error, OSError) and error.errno in _USER_FAULTS:
+                raise UsageError(f"Cannot write {target}: {error.strerror}.") from error
+            raise
+
+
+def _put_in_place(temporary: Path, path: Path, *, given: str | Path, force: bool) -> None:
+    """Rename the finished output; an old one goes only after the new one is in its place."""
+    old = None
+    if force and path.is_dir():
+        old = temporary.with_suffix(".old")
+        path.rename(old)
+    elif not force and path.is_file():
+        raise UsageError(f"{given} exists.", "Choose another target, or replace it with --force.")
+    try:
+        temporary.rename(path)
+    except OSError as error:
+        if old is not None:
+            old.rename(path)
+        if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+            raise UsageError(f"{given} appeared meanwhile and is not empty.") from None
+        raise
+    _sync_folder(path.parent)
+    if old is not None:
+        _remove(old)
+
+
+def _resolve(target: str | Path) -> Path:
+    # Through symbolic links, so that the link stays and what it names is replaced.
+    return Path(os.path.realpath(target))
+
+
+def _check_parent(given: str | Path, path: Path) -> None:
+    parent = next(p for p in path.parents if p.exists())
+    if not parent.is_dir():
+        raise UsageError(f"Cannot write {given}: {parent} is not a folder.")
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise UsageError(f"Cannot write {given}: no permission to write in {parent}.")
+
+
+def _holds(folder: Path, other: Path) -> bool:
+    return _resolve(other).is_relative_to(folder)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with contextlib.suppress(OSError):
+            path.unlink()
+
+
+def _sync(path: Path) -> None:
+    if path.is_dir():
+        for folder, _, names in os.walk(path):
+            for name in names:
+                _sync_file(Path(folder, name))
+            _sync_folder(Path(folder))
+    else:
+        _sync_file(path)
+
+
+def _sync_file(path: Path) -> None:
+    with path.open("rb") as handle:
+        os.fsync(handle.fileno())
+
+
+def _sync_folder(path: Path) -> None:
+    with contextlib.suppress(OSError):  # not every file system can
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+@contextlib.contextmanager
+def _terminable() -> Iterator[None]:
+    """SIGTERM and SIGHUP unwind the stack, so that temporaries are removed."""
+
+    def stop(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    numbers = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
+    if threading.current_thread() is not threading.main_thread():
+        numbers = []
+    before: dict[int, Any] = {}
+    for number in numbers:
+        if signal.getsignal(number) is signal.SIG_DFL:
+            before[number] = signal.signal(number, stop)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Hold SIGINT and SIGTERM back for the few renames that belong together."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    held: list[int] = []
+    before = {
+        number: signal.signal(number, lambda got, frame: held.append(got))
+        for number in (signal.SIGINT, signal.SIGTERM)
+        if signal.getsignal(number) is not None
+    }
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        for got in dict.fromkeys(held):
+            signal.raise_signal(got)
