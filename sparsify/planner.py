@@ -163,9 +163,10 @@ def _refuse_unproved(found: Sequence[Found], choices: Sequence[Choice]) -> None:
         if isinstance(item, Refusal) and not isinstance(method, Dense)
     ]
     if unproved:
+        more = "; ..." if len(unproved) > 5 else ""
         raise CaptureError(
             f"{len(unproved)} of {len(found)} attention sites are not proved: "
-            f"{'; '.join(unproved)}.",
+            f"{'; '.join(unproved[:5])}{more}.",
             'Exempt them by a layer rule, or set on_unproved to "refuse".',
         )
 

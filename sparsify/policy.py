@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 import yaml
-from pydantic import Field, field_validator, model_validator
+from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from sparsify.documents import read_document
 from sparsify.errors import UsageError
@@ -185,10 +185,20 @@ class Quality(FrozenModel):
         return found
 
 
+def _describe_dense_last(schema: dict[str, Any]) -> None:
+    schema["properties"]["dense_last"] = {
+        "type": "integer",
+        "minimum": 0,
+        "default": 0,
+        "description": "Short for a first layer rule that keeps the last N sites dense.",
+    }
+
+
 class Policy(FrozenModel):
     """What to do with the attention of a model; see the module's text for the file format."""
 
     shorthands: ClassVar[frozenset[str]] = frozenset({"dense_last"})
+    model_config = ConfigDict(json_schema_extra=_describe_dense_last)
 
     method: Method
     layers: tuple[LayerRule, ...] = ()
@@ -293,7 +303,8 @@ def load_policy(source: str | Path) -> Policy:
         return PRESETS[str(source)]
     if not Path(source).exists():
         hint = did_you_mean(source, sorted(PRESETS))
-        raise UsageError(f"There is no policy file {source} and no preset of that name{hint}")
+        text = f"There is no policy file {source} and no preset of that name{hint}"
+        raise UsageError(text if text.endswith("?") else f"{text}.")
     data = read_document(source, "policy")
     try:
         return Policy.from_json(data)

@@ -5,10 +5,28 @@ from __future__ import annotations
 import importlib.metadata
 import platform
 
-__all__ = ["VERSION", "installed_version", "package_versions"]
+__all__ = ["CORE", "EXTRAS", "VERSION", "installed_version", "package_versions"]
 
 VERSION = "0.1.0"
 
+# As in pyproject.toml (a test compares them); `doctor` names what is missing.
+CORE = (
+    "torch",
+    "triton",
+    "onnx",
+    "sympy",
+    "networkx",
+    "numpy",
+    "pydantic",
+    "pyyaml",
+    "typer",
+    "rich",
+)
+EXTRAS: dict[str, tuple[str, ...]] = {
+    "hf": ("transformers", "accelerate", "gguf", "safetensors"),
+    "onnx": ("onnxscript", "onnxruntime"),
+    "plot": ("matplotlib",),
+}
 RECORDED = ("torch", "triton", "transformers", "safetensors", "gguf", "onnx")
 
 

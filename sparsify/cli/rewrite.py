@@ -1,0 +1,212 @@
+"""`sparsify rewrite`: a model in, a folder with its rewritten twin out."""
+
+from __future__ import annotations
+
+import dataclasses
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from sparsify.cli import render, streams
+from sparsify.cli.options import DType, Dtype, Json, Model, is_within, parse_size
+from sparsify.errors import NothingToDoError, UsageError
+from sparsify.files import check_target
+
+if TYPE_CHECKING:
+    from sparsify.plans import Plan
+    from sparsify.policy import Policy
+    from sparsify.report import SparsifyReport
+    from sparsify.sources import LoadedModel
+
+__all__ = ["rewrite"]
+
+
+class MethodName(StrEnum):
+    """Methods that can be asked for by options alone."""
+
+    MOBA = "moba"
+    MSA = "msa"
+
+
+class DecodeMode(StrEnum):
+    """How single new tokens attend."""
+
+    SPARSE = "sparse"
+    DENSE = "dense"
+
+
+class Indexer(StrEnum):
+    """Where MSA's block scores come from."""
+
+    PROXY = "proxy"
+    LEARNED = "learned"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Short:
+    """The options that stand for a policy file."""
+
+    method: MethodName | None
+    block_size: str | None
+    topk: int | None
+    dense_last: int | None
+    decode: DecodeMode | None
+    indexer: Indexer | None
+
+
+def rewrite(
+    model: Model,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", metavar="DIR", help="Folder to write.", show_default=False),
+    ] = None,
+    policy: Annotated[
+        str | None, typer.Option("--policy", metavar="P", help="A policy file, or a preset's name.")
+    ] = None,
+    plan: Annotated[
+        Path | None, typer.Option("--plan", metavar="FILE", help="A plan.json to carry out.")
+    ] = None,
+    method: Annotated[
+        MethodName | None, typer.Option("--method", help="Short for a policy file.")
+    ] = None,
+    block_size: Annotated[
+        str | None, typer.Option("--block-size", metavar="N", help="Tokens of a block: 64, 4k.")
+    ] = None,
+    topk: Annotated[
+        int | None, typer.Option("--topk", help="Blocks that a query reads, its own one included.")
+    ] = None,
+    dense_last: Annotated[
+        int | None, typer.Option("--dense-last", metavar="N", help="Keep the last N layers dense.")
+    ] = None,
+    decode: Annotated[
+        DecodeMode | None, typer.Option("--decode", help="How single new tokens attend.")
+    ] = None,
+    indexer: Annotated[
+        Indexer | None, typer.Option("--indexer", help="Where MSA's block scores come from.")
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Show what would be done; write nothing.")
+    ] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing folder.")] = False,
+    json: Json = False,
+    dtype: Dtype = DType.AUTO,
+) -> int:
+    """Rewrite the proved attention of MODEL and write it to DIR.
+
+    Exactly one of --policy, --plan and --method (with --block-size and --topk) says how.
+    """
+    short = _Short(method, block_size, topk, dense_last, decode, indexer)
+    wanted = _wanted(policy, plan, short)
+    if not dry_run:
+        output = _check_output(output, model, force)
+    with streams.progress(stages=6) as say:
+        from sparsify.sources import load_model
+
+        loaded = load_model(model, dtype=dtype.value, progress=say)
+        done = (
+            _plan_only(loaded, wanted, say)
+            if dry_run
+            else _write(loaded, wanted, output, force, say)
+        )
+    streams.show_json(done.to_json()) if json else streams.show(*render.report(done))
+    if dry_run and not done.counts["rewritten"]:
+        raise NothingToDoError(f"Nothing would be rewritten in {done.model}.")
+    if not json:
+        streams.show("dry run: nothing was written" if dry_run else f"written to {output}")
+    return 0
+
+
+def _wanted(policy: str | None, plan: Path | None, short: _Short) -> Policy | Plan:
+    """The one policy or plan that was asked for."""
+    from sparsify.plans import Plan
+    from sparsify.policy import load_policy
+
+    given = {"--policy": policy, "--plan": plan, "--method": short.method}
+    names = [name for name, value in given.items() if value is not None]
+    if len(names) != 1:
+        raise UsageError(
+            f"{' and '.join(names)} exclude each other." if names else "What to do is missing.",
+            "Give one of --policy P, --plan FILE, --method NAME --block-size N --topk K.",
+        )
+    if short.method is not None:
+        return _short_policy(short)
+    for name, value in dataclasses.asdict(short).items():
+        if value is not None:
+            raise UsageError(f"--{name.replace('_', '-')} belongs to --method, not to {names[0]}.")
+    return Plan.load(plan) if plan is not None else load_policy(str(policy))
+
+
+def _short_policy(short: _Short) -> Policy:
+    from sparsify.policy import Policy
+
+    missing = [
+        option
+        for option, value in (("--block-size", short.block_size), ("--topk", short.topk))
+        if value is None
+    ]
+    if missing:
+        raise UsageError(f"--method {short.method} needs {' and '.join(missing)}.")
+    if short.indexer is not None and short.method is not MethodName.MSA:
+        raise UsageError("--indexer belongs to --method msa.")
+    if short.indexer is Indexer.LEARNED:
+        raise UsageError(
+            "A learned indexer needs a policy file (and trained weights).", "Use --policy."
+        )
+    method: dict[str, Any] = {
+        "name": str(short.method),
+        "block_size": parse_size(str(short.block_size), "--block-size"),
+        "topk": short.topk,
+        "decode": str(short.decode or DecodeMode.SPARSE),
+    }
+    return Policy.from_json({"method": method, "dense_last": short.dense_last or 0})
+
+
+def _check_output(output: Path | None, model: str, force: bool) -> Path:
+    if output is None:
+        raise UsageError("Where to write is missing.", "Give -o DIR, or --dry-run.")
+    check_target(output, force=force)
+    source = Path(model)
+    if source.exists() and is_within(source, output):
+        raise UsageError(f"{output} holds the model that is read.", "Choose another target.")
+    return output
+
+
+def _plan_only(loaded: LoadedModel, wanted: Any, say: Any) -> SparsifyReport:
+    from sparsify import api, planner
+    from sparsify.plans import Plan
+
+    found = _inspect(loaded, say)
+    plan = wanted if isinstance(wanted, Plan) else api.plan(found, wanted)
+    return planner.build_report(
+        found.sites, found.refusals, plan, model=found.model, notes=found.notes
+    )
+
+
+def _write(
+    loaded: LoadedModel, wanted: Any, output: Path | None, force: bool, say: Any
+) -> SparsifyReport:
+    from sparsify import api
+    from sparsify.plans import Plan
+
+    assert output is not None
+    is_plan = isinstance(wanted, Plan)
+    result = api.sparsify(
+        loaded.model,
+        None if is_plan else wanted,
+        loaded.args,
+        loaded.kwargs,
+        plan=wanted if is_plan else None,
+        inspection=_inspect(loaded, say),
+        inplace=True,
+        progress=say,
+    )
+    api.export(result, output, tokenizer=loaded.tokenizer, force=force, progress=say)
+    return result.report
+
+
+def _inspect(loaded: LoadedModel, say: Any) -> Any:
+    from sparsify import api
+
+    return api.inspect(loaded.model, loaded.args, loaded.kwargs, name=loaded.name, progress=say)

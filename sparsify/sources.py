@@ -1,0 +1,362 @@
+"""MODEL arguments: from a folder, a file, a Python factory or a cached id to a module in memory.
+
+Nothing is ever downloaded and nothing unpickles a stranger's data: weights come from safetensors
+and GGUF only, `trust_remote_code` is off. `package.module:factory` runs the user's own code.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from sparsify.errors import CaptureError, MissingExtraError, SparsifyError, UsageError
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["DTYPES", "LoadedModel", "load_model"]
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+HF_EXTRA = 'Run: pip install "sparsify-attention[hf]"'
+WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
+
+Kind = Literal["hf", "gguf", "python", "sparsified"]
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model in memory.
+
+    `tokenizer` is None when the source holds none. `kind` "sparsified" is a folder that
+    `sparsify rewrite` wrote, loaded with its plan applied. `args` and `kwargs` are example inputs,
+    when a factory gave some.
+    """
+
+    model: torch.nn.Module
+    tokenizer: Any
+    name: str
+    kind: Kind
+    args: tuple[Any, ...] | None = None
+    kwargs: dict[str, Any] | None = None
+
+
+def load_model(spec: str, *, dtype: str = "auto", progress: Progress | None = None) -> LoadedModel:
+    """Load a MODEL argument, in evaluation mode, on the CPU.
+
+    Args:
+        spec: a Hugging Face folder, a folder written by `sparsify rewrite`, a .gguf file,
+            `package.module:factory`, or the id of a model in the local Hugging Face cache.
+        dtype: "auto" keeps the checkpoint's (float32 for GGUF, which is dequantised).
+
+    Raises:
+        UsageError: there is no such thing, or it is damaged.
+        ArtefactError: a rewritten folder is damaged.
+        MissingExtraError: transformers or gguf is not installed.
+        CaptureError: a kind of file that this version cannot read yet.
+    """
+    if dtype not in DTYPES:
+        raise UsageError(f"Unknown dtype {dtype!r}; use {', '.join(DTYPES)}.")
+    say = progress or (lambda _: None)
+    path = Path(spec)
+    if path.is_dir():
+        return _load_folder(path, _folder_name(path), dtype, say)
+    if path.exists():
+        return _load_file(path, dtype, say)
+    if _looks_like_factory(spec):
+        return _load_factory(spec, dtype, say)
+    return _load_cached(spec, dtype, say)
+
+
+def _folder_name(path: Path) -> str:
+    return path.resolve().name or str(path)
+
+
+def _load_folder(path: Path, name: str, dtype: str, say: Progress) -> LoadedModel:
+    if (path / "plan.json").is_file() and (path / "manifest.json").is_file():
+        return _load_rewritten(path, name, dtype, say)
+    config = _read_config(path)
+    _check_weights(path)
+    say(f"loading {name}")
+    with _transformers() as transformers:
+        cls = _model_class(transformers, path, config)
+        model = _from_pretrained(cls, path, str(path), dtype=dtype)
+        return LoadedModel(model, _tokenizer(transformers, path, str(path)), name, "hf")
+
+
+def _load_rewritten(path: Path, name: str, dtype: str, say: Progress) -> LoadedModel:
+    say(f"loading {name}, which sparsify wrote")
+    with _transformers() as transformers:
+        from sparsify import api
+
+        options = {} if dtype == "auto" else {"dtype": dtype}
+        try:
+            model = api.load(path, **options)
+        except SparsifyError:
+            raise
+        except Exception as error:
+            raise UsageError(f"Cannot load {path}: {_first_line(error)}") from error
+        return LoadedModel(model, _tokenizer(transformers, path, str(path)), name, "sparsified")
+
+
+def _load_file(path: Path, dtype: str, say: Progress) -> LoadedModel:
+    suffix = path.suffix.lower()
+    if suffix in (".pt2", ".onnx"):
+        raise CaptureError(f"{path}: {suffix} models cannot be read by this version yet.")
+    if suffix == ".gguf":
+        return _load_gguf(path, dtype, say)
+    if suffix in (".pt", ".pth", ".bin", ".ckpt", ".pkl"):
+        raise UsageError(
+            f"{path} is a pickle, which may run code when it is loaded.",
+            "Save the model as safetensors, or give package.module:factory.",
+        )
+    if suffix in (".safetensors", ".json"):
+        raise UsageError(f"{path} is only a part of a model.", "Give the folder that holds it.")
+    raise UsageError(
+        f"{path} is not a model.",
+        "Expected a Hugging Face folder, a .gguf file, package.module:factory, or a cached id.",
+    )
+
+
+def _load_gguf(path: Path, dtype: str, say: Progress) -> LoadedModel:
+    with path.open("rb") as handle:
+        if handle.read(4) != b"GGUF":
+            raise UsageError(f"{path} is damaged: it does not begin as a GGUF file does.")
+    say(f"loading and dequantising {path.name}")
+    with _transformers("gguf") as transformers:
+        folder, shown = path.resolve().parent, str(path)
+        options = {"gguf_file": path.name}
+        model = _from_pretrained(
+            transformers.AutoModelForCausalLM,
+            folder,
+            shown,
+            dtype="float32" if dtype == "auto" else dtype,
+            **options,
+        )
+        tokenizer = _tokenizer(transformers, folder, shown, **options)
+        return LoadedModel(model, tokenizer, path.stem, "gguf")
+
+
+def _load_cached(spec: str, dtype: str, say: Progress) -> LoadedModel:
+    is_id = re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", spec) is not None
+    if not is_id or spec.lower().endswith((".gguf", ".pt2", ".onnx", ".json", ".safetensors")):
+        raise UsageError(f"There is no file or folder {spec}.")
+    with _transformers():
+        from huggingface_hub import try_to_load_from_cache
+
+        found = try_to_load_from_cache(spec, "config.json")
+    download = f"To download it, run: hf download {spec}"
+    if not isinstance(found, str):
+        raise UsageError(
+            f"There is no folder {spec}, and no model of that id in the local cache.", download
+        )
+    try:
+        return _load_folder(Path(found).parent, spec, dtype, say)
+    except UsageError as error:
+        raise UsageError(f"The cached {spec} cannot be used: {error.message}", download) from None
+
+
+def _looks_like_factory(spec: str) -> bool:
+    return re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*", spec) is not None
+
+
+def _load_factory(spec: str, dtype: str, say: Progress) -> LoadedModel:
+    import torch
+
+    say(f"calling {spec}")
+    factory = _find_factory(spec)
+    made = factory
+    if not isinstance(factory, torch.nn.Module):
+        if not callable(factory):
+            raise UsageError(f"{spec} is a {type(factory).__name__}; expected a function.")
+        try:
+            made = factory()
+        except (Exception, SystemExit) as error:
+            raise UsageError(f"{spec} raised {_named(error)}.") from error
+    model, args, kwargs = _with_inputs(made)
+    if not isinstance(model, torch.nn.Module):
+        raise UsageError(f"{spec} returned {type(model).__name__}; expected a torch.nn.Module.")
+    if dtype != "auto":
+        model = model.to(getattr(torch, dtype))
+    return LoadedModel(model.eval(), None, spec, "python", args, kwargs)
+
+
+def _with_inputs(made: Any) -> tuple[Any, tuple[Any, ...] | None, dict[str, Any] | None]:
+    """A factory returns a module; (module, args), (module, args, kwargs) or a dict of these names
+    bring example inputs along."""
+    if isinstance(made, dict) and "model" in made:
+        made = (made["model"], made.get("args", ()), made.get("kwargs") or {})
+    if not isinstance(made, tuple) or not 2 <= len(made) <= 3:
+        return made, None, None
+    model, args, kwargs = (*made, {})[:3]
+    if not isinstance(args, tuple | list) or not isinstance(kwargs, dict):
+        return made, None, None
+    return model, tuple(args), kwargs
+
+
+def _find_factory(spec: str) -> Any:
+    module_name, _, attributes = spec.partition(":")
+    if os.getcwd() not in sys.path:  # as `python -m` has it
+        sys.path.insert(0, os.getcwd())
+    try:
+        found = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name and f"{module_name}.".startswith(f"{error.name}."):
+            raise UsageError(
+                f"There is no Python module {error.name}.", "Check PYTHONPATH."
+            ) from None
+        raise UsageError(f"Importing {module_name} raised {_named(error)}.") from error
+    except (Exception, SystemExit) as error:
+        raise UsageError(f"Importing {module_name} raised {_named(error)}.") from error
+    for attribute in attributes.split("."):
+        if not hasattr(found, attribute):
+            raise UsageError(f"The module {module_name} has no {attributes}.")
+        found = getattr(found, attribute)
+    return found
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    file = path / "config.json"
+    if not file.is_file():
+        gguf = sorted(path.glob("*.gguf"))
+        hint = f"Give the file {gguf[0]}." if gguf else "Expected a Hugging Face model folder."
+        raise UsageError(f"{path} has no config.json.", hint)
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"Cannot read {file}: {error.strerror}.") from None
+    except (ValueError, RecursionError):
+        raise UsageError(f"{file} is damaged: not valid JSON.") from None
+    if not isinstance(config, dict):
+        raise UsageError(f"{file} is damaged: not a JSON object.")
+    return config
+
+
+def _check_weights(path: Path) -> None:
+    index = path / WEIGHTS[1]
+    if not any((path / name).is_file() for name in WEIGHTS):
+        if any(path.glob("*.bin")) or any(path.glob("*.pth")):
+            raise UsageError(
+                f"{path} holds its weights as pickles only, which are not loaded.",
+                "Save the model as safetensors.",
+            )
+        raise UsageError(f"{path} holds no weights: there is no {WEIGHTS[0]}.")
+    if not (path / WEIGHTS[0]).is_file():
+        try:
+            names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        except (ValueError, KeyError, TypeError, AttributeError, OSError):
+            raise UsageError(f"{index} is damaged.") from None
+        for name in sorted(map(str, names)):
+            if not (path / name).is_file():
+                raise UsageError(f"{path} is incomplete: {name} is missing.")
+
+
+def _model_class(transformers: Any, path: Path, config: dict[str, Any]) -> Any:
+    """The class that the config names, if transformers has it and it fits the config's type."""
+    try:
+        kind = type(transformers.AutoConfig.from_pretrained(path, local_files_only=True))
+    except Exception as error:
+        raise UsageError(f"Cannot read the config of {path}: {_first_line(error)}") from error
+    names = config.get("architectures") or [""]
+    cls = getattr(transformers, str(names[0]), None) if isinstance(names, list) else None
+    fits = getattr(cls, "config_class", None) is kind and hasattr(cls, "from_pretrained")
+    return cls if fits else transformers.AutoModelForCausalLM
+
+
+def _check_safetensors(path: Path) -> None:
+    import safetensors
+
+    for file in sorted(path.glob("*.safetensors")):
+        try:
+            with safetensors.safe_open(file, framework="pt"):
+                pass
+        except Exception as error:
+            raise UsageError(f"{file} is damaged: {_first_line(error)}.") from None
+
+
+def _from_pretrained(cls: Any, folder: Path, shown: str, **options: Any) -> Any:
+    """Load weights; missing ones are an error, since transformers would make them up."""
+    damaged = ", it may be damaged" if "gguf_file" in options else ""
+    if not damaged:
+        options["use_safetensors"] = True
+        _check_safetensors(folder)
+    try:
+        model, info = cls.from_pretrained(
+            folder,
+            local_files_only=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+            **options,
+        )
+    except ImportError as error:
+        raise MissingExtraError(
+            f"{shown} needs more packages: {_first_line(error)}", HF_EXTRA
+        ) from None
+    except Exception as error:
+        raise UsageError(f"Cannot load {shown}{damaged}: {_first_line(error)}") from error
+    missing = sorted(info.get("missing_keys", ()))
+    if missing:
+        raise UsageError(f"{shown} lacks {len(missing)} weights, such as {missing[0]}.")
+    return model.eval()
+
+
+def _tokenizer(transformers: Any, folder: Path, shown: str, **options: Any) -> Any:
+    """The tokenizer, or None when the folder has no tokenizer files."""
+    names = (
+        "tokenizer.json",
+        "tokenizer.model",
+        "tokenizer_config.json",
+        "vocab.json",
+        "vocab.txt",
+    )
+    if not options and not any((folder / name).is_file() for name in names):
+        return None
+    try:
+        return transformers.AutoTokenizer.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False, **options
+        )
+    except Exception as error:
+        raise UsageError(
+            f"The tokenizer of {shown} cannot be read: {_first_line(error)}"
+        ) from error
+
+
+@contextmanager
+def _transformers(*more: str) -> Iterator[Any]:
+    """transformers, offline and without progress bars of its own."""
+    for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_HUB_DISABLE_TELEMETRY"):
+        os.environ[name] = "1"
+    for name in ("transformers", "safetensors", *more):
+        try:
+            importlib.import_module(name)
+        except ImportError:
+            raise MissingExtraError(f"{name} is not installed.", HF_EXTRA) from None
+    import transformers
+    from transformers.utils import logging
+
+    bars = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield transformers
+    finally:
+        if bars:
+            logging.enable_progress_bar()
+
+
+def _named(error: BaseException) -> str:
+    text = _first_line(error)
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _first_line(error: BaseException) -> str:
+    """What an exception says, on one line of bearable length."""
+    text = " ".join(str(error).split())
+    return text if len(text) <= 300 else text[:297] + "..."
