@@ -21,7 +21,7 @@ METHODS = ("moba", "msa")
 
 
 def attention_names(model):
-    return [n for n, m in model.named_modules() if n.endswith(("self_attn", "attn"))]
+    return [n for n, m in model.named_modules() if n.endswith((".self_attn", ".attn"))]
 
 
 def plan_for(model, method="moba", dense=(), **fields):
@@ -247,6 +247,17 @@ def test_copies_keep_the_plan(twin):
     again = twin(rewritten)
     assert torch.equal(logits(again, ids), logits(rewritten, ids))
     in_steps(again, ids, [33, 40])
+
+
+def test_restoring_a_copy_leaves_the_first_one_as_it_was():
+    model, ids = build("llama"), tokens(1, 40)
+    rewritten = rewrite(model)
+    hooks = sum(len(m._forward_pre_hooks) for m in rewritten.modules())
+    twin = copy.deepcopy(rewritten)
+    host.Handle(twin, host.plan_of(twin), "sdpa").restore()
+    assert torch.equal(logits(twin, ids), logits(model, ids))
+    assert sum(len(m._forward_pre_hooks) for m in rewritten.modules()) == hooks == 3
+    assert not torch.equal(logits(rewritten, ids), logits(model, ids))
 
 
 def test_a_mask_tensor_from_outside_runs_dense_and_is_counted(monkeypatch):
