@@ -112,6 +112,7 @@ def _output(target: str | Path, *, force: bool, directory: bool) -> Iterator[Pat
             path.parent.mkdir(parents=True, exist_ok=True)
             yield temporary
             _sync(temporary)
+            _open_up(temporary)
             with _undisturbed():
                 _put_in_place(temporary, path, given=target, force=force)
         except BaseException as error:
@@ -169,6 +170,15 @@ def _remove(path: Path) -> None:
     else:
         with contextlib.suppress(OSError):
             path.unlink()
+
+
+def _open_up(path: Path) -> None:
+    """Give files the permissions that the umask allows; some writers leave them private."""
+    if path.is_dir():
+        mode = path.stat().st_mode & 0o666
+        for file in path.rglob("*"):
+            if file.is_file() and not file.is_symlink():
+                file.chmod(file.stat().st_mode | mode)
 
 
 def _sync(path: Path) -> None:

@@ -49,13 +49,27 @@ class LoadedModel:
     kwargs: dict[str, Any] | None = None
 
 
-def load_model(spec: str, *, dtype: str = "auto", progress: Progress | None = None) -> LoadedModel:
+@dataclass(frozen=True)
+class _Wanted:
+    dtype: str
+    tokenizer: bool
+    say: Progress
+
+
+def load_model(
+    spec: str,
+    *,
+    dtype: str = "auto",
+    with_tokenizer: bool = True,
+    progress: Progress | None = None,
+) -> LoadedModel:
     """Load a MODEL argument, in evaluation mode, on the CPU.
 
     Args:
         spec: a Hugging Face folder, a folder written by `sparsify rewrite`, a .gguf file,
             `package.module:factory`, or the id of a model in the local Hugging Face cache.
         dtype: "auto" keeps the checkpoint's (float32 for GGUF, which is dequantised).
+        with_tokenizer: whether to load the tokenizer too.
 
     Raises:
         UsageError: there is no such thing, or it is damaged.
@@ -65,54 +79,50 @@ def load_model(spec: str, *, dtype: str = "auto", progress: Progress | None = No
     """
     if dtype not in DTYPES:
         raise UsageError(f"Unknown dtype {dtype!r}; use {', '.join(DTYPES)}.")
-    say = progress or (lambda _: None)
+    want = _Wanted(dtype, with_tokenizer, progress or (lambda _: None))
     path = Path(spec)
     if path.is_dir():
-        return _load_folder(path, _folder_name(path), dtype, say)
+        return _load_folder(path, path.resolve().name or str(path), want)
     if path.exists():
-        return _load_file(path, dtype, say)
+        return _load_file(path, want)
     if _looks_like_factory(spec):
-        return _load_factory(spec, dtype, say)
-    return _load_cached(spec, dtype, say)
+        return _load_factory(spec, want)
+    return _load_cached(spec, want)
 
 
-def _folder_name(path: Path) -> str:
-    return path.resolve().name or str(path)
-
-
-def _load_folder(path: Path, name: str, dtype: str, say: Progress) -> LoadedModel:
+def _load_folder(path: Path, name: str, want: _Wanted) -> LoadedModel:
     if (path / "plan.json").is_file() and (path / "manifest.json").is_file():
-        return _load_rewritten(path, name, dtype, say)
+        return _load_rewritten(path, name, want)
     config = _read_config(path)
     _check_weights(path)
-    say(f"loading {name}")
+    want.say(f"loading {name}")
     with _transformers() as transformers:
         cls = _model_class(transformers, path, config)
-        model = _from_pretrained(cls, path, str(path), dtype=dtype)
-        return LoadedModel(model, _tokenizer(transformers, path, str(path)), name, "hf")
+        model = _from_pretrained(cls, path, str(path), dtype=want.dtype)
+        return LoadedModel(model, _tokenizer(transformers, path, want), name, "hf")
 
 
-def _load_rewritten(path: Path, name: str, dtype: str, say: Progress) -> LoadedModel:
-    say(f"loading {name}, which sparsify wrote")
+def _load_rewritten(path: Path, name: str, want: _Wanted) -> LoadedModel:
+    want.say(f"loading {name}, which sparsify wrote")
     with _transformers() as transformers:
         from sparsify import api
 
-        options = {} if dtype == "auto" else {"dtype": dtype}
+        options = {} if want.dtype == "auto" else {"dtype": want.dtype}
         try:
             model = api.load(path, **options)
         except SparsifyError:
             raise
         except Exception as error:
             raise UsageError(f"Cannot load {path}: {_first_line(error)}") from error
-        return LoadedModel(model, _tokenizer(transformers, path, str(path)), name, "sparsified")
+        return LoadedModel(model, _tokenizer(transformers, path, want), name, "sparsified")
 
 
-def _load_file(path: Path, dtype: str, say: Progress) -> LoadedModel:
+def _load_file(path: Path, want: _Wanted) -> LoadedModel:
     suffix = path.suffix.lower()
     if suffix in (".pt2", ".onnx"):
         raise CaptureError(f"{path}: {suffix} models cannot be read by this version yet.")
     if suffix == ".gguf":
-        return _load_gguf(path, dtype, say)
+        return _load_gguf(path, want)
     if suffix in (".pt", ".pth", ".bin", ".ckpt", ".pkl"):
         raise UsageError(
             f"{path} is a pickle, which may run code when it is loaded.",
@@ -126,26 +136,40 @@ def _load_file(path: Path, dtype: str, say: Progress) -> LoadedModel:
     )
 
 
-def _load_gguf(path: Path, dtype: str, say: Progress) -> LoadedModel:
+def _load_gguf(path: Path, want: _Wanted) -> LoadedModel:
     with path.open("rb") as handle:
         if handle.read(4) != b"GGUF":
             raise UsageError(f"{path} is damaged: it does not begin as a GGUF file does.")
-    say(f"loading and dequantising {path.name}")
+    want.say(f"loading and dequantising {path.name}")
     with _transformers("gguf") as transformers:
         folder, shown = path.resolve().parent, str(path)
-        options = {"gguf_file": path.name}
+        options: dict[str, Any] = {"gguf_file": path.name}
+        plain = {}
+        if hasattr(transformers, "GgufConfig"):  # else some releases keep the weights packed
+            plain = {"quantization_config": transformers.GgufConfig(dequantize=True)}
         model = _from_pretrained(
             transformers.AutoModelForCausalLM,
             folder,
             shown,
-            dtype="float32" if dtype == "auto" else dtype,
+            dtype="float32" if want.dtype == "auto" else want.dtype,
             **options,
+            **plain,
         )
-        tokenizer = _tokenizer(transformers, folder, shown, **options)
+        _forget_quantisation(model)
+        tokenizer = _tokenizer(transformers, folder, want, **options)
         return LoadedModel(model, tokenizer, path.stem, "gguf")
 
 
-def _load_cached(spec: str, dtype: str, say: Progress) -> LoadedModel:
+def _forget_quantisation(model: Any) -> None:
+    """The weights are plain tensors now; the marks of their origin would forbid saving them."""
+    model.hf_quantizer = None
+    model.is_quantized = False
+    for holder, name in ((model, "quantization_method"), (model.config, "quantization_config")):
+        if name in vars(holder):
+            delattr(holder, name)
+
+
+def _load_cached(spec: str, want: _Wanted) -> LoadedModel:
     is_id = re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", spec) is not None
     if not is_id or spec.lower().endswith((".gguf", ".pt2", ".onnx", ".json", ".safetensors")):
         raise UsageError(f"There is no file or folder {spec}.")
@@ -159,7 +183,7 @@ def _load_cached(spec: str, dtype: str, say: Progress) -> LoadedModel:
             f"There is no folder {spec}, and no model of that id in the local cache.", download
         )
     try:
-        return _load_folder(Path(found).parent, spec, dtype, say)
+        return _load_folder(Path(found).parent, spec, want)
     except UsageError as error:
         raise UsageError(f"The cached {spec} cannot be used: {error.message}", download) from None
 
@@ -168,10 +192,10 @@ def _looks_like_factory(spec: str) -> bool:
     return re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*", spec) is not None
 
 
-def _load_factory(spec: str, dtype: str, say: Progress) -> LoadedModel:
+def _load_factory(spec: str, want: _Wanted) -> LoadedModel:
     import torch
 
-    say(f"calling {spec}")
+    want.say(f"calling {spec}")
     factory = _find_factory(spec)
     made = factory
     if not isinstance(factory, torch.nn.Module):
@@ -184,8 +208,8 @@ def _load_factory(spec: str, dtype: str, say: Progress) -> LoadedModel:
     model, args, kwargs = _with_inputs(made)
     if not isinstance(model, torch.nn.Module):
         raise UsageError(f"{spec} returned {type(model).__name__}; expected a torch.nn.Module.")
-    if dtype != "auto":
-        model = model.to(getattr(torch, dtype))
+    if want.dtype != "auto":
+        model = model.to(getattr(torch, want.dtype))
     return LoadedModel(model.eval(), None, spec, "python", args, kwargs)
 
 
@@ -308,8 +332,10 @@ def _from_pretrained(cls: Any, folder: Path, shown: str, **options: Any) -> Any:
     return model.eval()
 
 
-def _tokenizer(transformers: Any, folder: Path, shown: str, **options: Any) -> Any:
-    """The tokenizer, or None when the folder has no tokenizer files."""
+def _tokenizer(transformers: Any, folder: Path, want: _Wanted, **options: Any) -> Any:
+    """The tokenizer, or None when it is not wanted or the folder has no tokenizer files."""
+    if not want.tokenizer:
+        return None
     names = (
         "tokenizer.json",
         "tokenizer.model",
@@ -325,7 +351,7 @@ def _tokenizer(transformers: Any, folder: Path, shown: str, **options: Any) -> A
         )
     except Exception as error:
         raise UsageError(
-            f"The tokenizer of {shown} cannot be read: {_first_line(error)}"
+            f"The tokenizer of {folder} cannot be read: {_first_line(error)}"
         ) from error
 
 

@@ -41,7 +41,7 @@ def inspect(
         from sparsify import api
         from sparsify.sources import load_model
 
-        loaded = load_model(model, dtype=dtype.value, progress=say)
+        loaded = load_model(model, dtype=dtype.value, with_tokenizer=False, progress=say)
         found = api.inspect(
             loaded.model,
             loaded.args,

@@ -111,7 +111,8 @@ def report(found: SparsifyReport) -> list[RenderableType]:
         table.add_row(name, str(len(members)), *_report_row(members[0]))
     out: list[RenderableType] = [head, table]
     if found.pairs:
-        out.append(_pairs(found))
+        out += ["query-key pairs of all proved sites (prefill, causal, exact; selection is extra):"]
+        out += [_pairs(found)]
     return out + [f"note: {note}" for note in found.notes]
 
 
@@ -137,8 +138,6 @@ def _attention(site: SiteReport) -> str:
 
 def _pairs(found: SparsifyReport) -> Table:
     table = _table(">context", ">dense pairs", ">attended pairs", ">share")
-    table.title = "query-key pairs of all proved sites (prefill, causal, exact; selection is extra)"
-    table.title_justify = "left"
     for count in found.pairs:
         row = (count.context, count.dense, count.attended)
         table.add_row(*(f"{number:,}" for number in row), f"{count.share:.1%}")
@@ -155,15 +154,14 @@ def verification(found: VerificationReport) -> list[RenderableType]:
     for check in found.checks:
         runs = check.metrics.get("runs") or []
         if check.check == "V6" and runs:
-            out += [_layers(runs[-1]), _losses(runs)]
+            out += [f"quality per layer at {runs[-1]['tokens']:,} tokens:", _layers(runs[-1])]
+            out += ["losses and KL in nats per token:", _losses(runs)]
             out += _retrieval(runs[-1])
     return out
 
 
 def _layers(run: dict[str, Any]) -> Table:
     table = _table("layer", ">score recall", ">block recall", ">sparse rows")
-    table.title = f"quality per layer at {run['tokens']:,} tokens"
-    table.title_justify = "left"
     for layer in run["layers"]:
         recalls = (f"{layer[name]:.3f}" for name in ("score_recall", "block_recall"))
         table.add_row(layer["site"].removesuffix("#0"), *recalls, f"{layer['rows']:,}")
@@ -174,8 +172,6 @@ def _losses(runs: Sequence[dict[str, Any]]) -> Table:
     table = _table(
         ">tokens", ">loss dense", ">sparse", ">last 512 dense", ">sparse", ">KL", ">top-1 same"
     )
-    table.title = "loss and KL in nats per token"
-    table.title_justify = "left"
     keys = (
         "dense_loss_nats",
         "sparse_loss_nats",

@@ -104,7 +104,7 @@ def rewrite(
     with streams.progress(stages=6) as say:
         from sparsify.sources import load_model
 
-        loaded = load_model(model, dtype=dtype.value, progress=say)
+        loaded = load_model(model, dtype=dtype.value, with_tokenizer=not dry_run, progress=say)
         done = (
             _plan_only(loaded, wanted, say)
             if dry_run

@@ -74,7 +74,8 @@ def show(*what: RenderableType) -> None:
     """Render tables or text on stdout; a pipe gets plain text of a fixed width."""
     console = _console(_stdout())
     for item in what:
-        console.print(item, highlight=False, markup=False)
+        plain = isinstance(item, str)
+        console.print(item, highlight=False, markup=False, soft_wrap=plain)
 
 
 def write(text: str) -> None:

@@ -90,7 +90,12 @@ def _verify(directory: Path, against: str, say: Any, **options: Any) -> Verifica
         raise UsageError(f"{directory} was not written by `sparsify rewrite`: it has no plan.json.")
     # The original in the same data type, or every number would differ by rounding.
     dtype = str(next(rewritten.model.parameters()).dtype).removeprefix("torch.")
-    original = load_model(against, dtype=dtype if dtype in DTYPES else "auto", progress=say)
+    original = load_model(
+        against,
+        dtype=dtype if dtype in DTYPES else "auto",
+        with_tokenizer=rewritten.tokenizer is None,
+        progress=say,
+    )
     return api.verify(
         original.model,
         rewritten.model,
