@@ -118,7 +118,7 @@ def list_width(slots: int, block_size: int, topk: int, local: str = "inside") ->
 
 def int_min(a: int, b: int) -> int:
     """The smaller one, also for symbolic sizes."""
-    least: int = torch.sym_min(a, b)
+    least: int = torch.sym_min(a, b)  # type: ignore[no-untyped-call]
     return least
 
 
@@ -138,7 +138,9 @@ def scatter_pages(grad_BGSD: Tensor, page_table: Tensor | None, like_PGZD: Tenso
     """Transpose of `gather_pages`: gradients of slots summed into their pages."""
     if page_table is None:
         return grad_BGSD
-    grad_BNGZD = grad_BGSD.unflatten(2, (-1, like_PGZD.shape[2])).transpose(1, 2)
+    batch, groups, _, size = grad_BGSD.shape
+    pages_of_row, slots = page_table.shape[1], like_PGZD.shape[2]
+    grad_BNGZD = grad_BGSD.view(batch, groups, pages_of_row, slots, size).transpose(1, 2)
     known = page_table.reshape(-1) >= 0
     pages = page_table.reshape(-1)[known].long()
     out = grad_BGSD.new_zeros(like_PGZD.shape)

@@ -27,11 +27,11 @@ from sparsify.kernels.layout import (
 )
 from sparsify.kernels.scores import Chooser
 from sparsify.kernels.tiles import (
-    DEFAULT_WORKSPACE_BYTES,
     Heads,
     Settings,
     backward_sequence,
     compute_dtype,
+    default_workspace,
     forward_sequence,
 )
 
@@ -289,7 +289,7 @@ def _settings(
     workspace_bytes: int | None,
 ) -> Settings:
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    workspace = DEFAULT_WORKSPACE_BYTES if workspace_bytes is None else workspace_bytes
+    workspace = default_workspace(q.device) if workspace_bytes is None else workspace_bytes
     return Settings(block_size, list_heads, list_width, scale, workspace)
 
 

@@ -159,7 +159,8 @@ def moba_select(
     """
     lay = (q_start, kv_len, key_mask, block_origin, cu_seqlens_q, cu_seqlens_k, page_table)
     sizes = {"block_size": block_size, "topk": topk}
-    return _call("moba_select", q, k, *lay, block_means, **sizes)
+    blocks: Tensor = _call("moba_select", q, k, *lay, block_means, **sizes)
+    return blocks
 
 
 def msa_select(
@@ -199,7 +200,10 @@ def msa_select(
         ValueError: for arguments that do not fit, naming the argument.
     """
     lay = (q_start, kv_len, key_mask, block_origin, cu_seqlens_q, cu_seqlens_k, page_table)
-    return _call("msa_select", iq, ik, *lay, block_size=block_size, topk=topk, local=local)
+    blocks: Tensor = _call(
+        "msa_select", iq, ik, *lay, block_size=block_size, topk=topk, local=local
+    )
+    return blocks
 
 
 def block_attention(
@@ -245,7 +249,10 @@ def block_attention(
     """
     lay = (q_start, kv_len, key_mask, block_origin, cu_seqlens_q, cu_seqlens_k, page_table)
     options = {"scale": scale, "deterministic": deterministic, "workspace_bytes": workspace_bytes}
-    return _call("block_attention", q, k, v, blocks, *lay, block_size=block_size, **options)
+    result: tuple[Tensor, Tensor] = _call(
+        "block_attention", q, k, v, blocks, *lay, block_size=block_size, **options
+    )
+    return result
 
 
 def block_attention_backward(
@@ -285,7 +292,10 @@ def block_attention_backward(
     lay = (q_start, kv_len, key_mask, block_origin, cu_seqlens_q, cu_seqlens_k, page_table)
     options = {"scale": scale, "deterministic": deterministic, "workspace_bytes": workspace_bytes}
     tensors = (grad_out, grad_lse, q, k, v, blocks, out, lse, *lay)
-    return _call("block_attention_backward", *tensors, block_size=block_size, **options)
+    grads: tuple[Tensor, Tensor, Tensor] = _call(
+        "block_attention_backward", *tensors, block_size=block_size, **options
+    )
+    return grads
 
 
 def moba_attention(
@@ -314,7 +324,10 @@ def moba_attention(
     lay = (q_start, kv_len, key_mask, block_origin, cu_seqlens_q, cu_seqlens_k, page_table)
     options = {"scale": scale, "deterministic": deterministic, "workspace_bytes": workspace_bytes}
     sizes = {"block_size": block_size, "topk": topk}
-    return _call("moba_attention", q, k, v, *lay, block_means, **sizes, **options)
+    result: tuple[Tensor, Tensor] = _call(
+        "moba_attention", q, k, v, *lay, block_means, **sizes, **options
+    )
+    return result
 
 
 def msa_attention(
@@ -346,7 +359,10 @@ def msa_attention(
     lay = (q_start, kv_len, key_mask, block_origin, cu_seqlens_q, cu_seqlens_k, page_table)
     options = {"scale": scale, "deterministic": deterministic, "workspace_bytes": workspace_bytes}
     sizes = {"block_size": block_size, "topk": topk, "local": local}
-    return _call("msa_attention", q, k, v, iq, ik, *lay, **sizes, **options)
+    result: tuple[Tensor, Tensor] = _call(
+        "msa_attention", q, k, v, iq, ik, *lay, **sizes, **options
+    )
+    return result
 
 
 def _call(name: str, *args: Any, **options: Any) -> Any:
@@ -383,7 +399,8 @@ def _fake_lists(op: _Op) -> Callable[..., Tensor]:
         else:
             validation.check_msa(q, k, None, None, None, layout, block_size, topk, local)
         width = list_width(key_slots(k, layout), block_size, topk, local)
-        return q.new_empty((*q.shape[:3], width), dtype=torch.int32)
+        blocks: Tensor = q.new_empty((*q.shape[:3], width), dtype=torch.int32)
+        return blocks
 
     return fake
 
@@ -394,7 +411,7 @@ def _fake_attention(op: _Op) -> Callable[..., tuple[Tensor, Tensor]]:
         q, k, v = own[:3]
         block_size = options["block_size"]
         if op.name == "block_attention":
-            validation.check_blocks(*own, layout, block_size)
+            validation.check_blocks(q, k, v, own[3], layout, block_size)
         elif op.name == "moba_attention":
             validation.check_moba(q, k, v, layout, further[0], block_size, options["topk"])
         else:

@@ -94,11 +94,11 @@ def moba_scorer(
         means_GND = mean_keys(k_GLD[:, : needed * block_size], sequence.real, block_size)
     means_GND = means_GND[:, :needed].double()
     filled_N = _filled(sequence, block_size, needed, q_HTD.device)
-    group = q_HTD.shape[0] // k_GLD.shape[0]
+    groups = k_GLD.shape[0]
 
     def scorer(first: int, last: int) -> tuple[Tensor, Tensor]:
         blocks = _blocks_before(sequence, last, block_size)
-        q_GTD = q_HTD[:, first:last].double().unflatten(0, (-1, group)).flatten(1, 2)
+        q_GTD = q_HTD[:, first:last].double().reshape(groups, -1, q_HTD.shape[-1])
         gate = (q_GTD @ means_GND[:, :blocks].mT).view(q_HTD.shape[0], last - first, blocks)
         own_T = sequence.positions(first, last, q_HTD.device) // block_size
         numbers_N = torch.arange(blocks, device=q_HTD.device)
@@ -221,7 +221,7 @@ def _by_block(x_L: Tensor, block_size: int, fill: float | bool) -> Tensor:
     rest = -length % block_size
     if rest:
         x_L = torch.nn.functional.pad(x_L, (0, rest), value=fill)
-    return x_L.unflatten(-1, (-1, block_size))
+    return x_L.unfold(-1, block_size, block_size)
 
 
 def _filled(sequence: Sequence, block_size: int, blocks: int, device: torch.device) -> Tensor:

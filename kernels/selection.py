@@ -26,7 +26,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar, Token
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -183,7 +183,8 @@ class Selection:
         """Write to a `.npz` file, first beside it and then renamed; nothing in it is pickled."""
         import numpy as np
 
-        arrays = {"format": np.array(_FORMAT), "sites": np.array(self.sites(), dtype=np.str_)}
+        arrays: dict[str, Any] = {"format": np.array(_FORMAT)}
+        arrays["sites"] = np.array(self.sites(), dtype=np.str_)
         for number, found in enumerate(self._sites.values()):
             blocks, known = found.merged()
             arrays[f"blocks_{number}"] = blocks.numpy()

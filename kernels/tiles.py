@@ -16,22 +16,23 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sparsify.kernels.dense import TileGrads, attend, attend_backward, attend_gathered
+from sparsify.kernels.dense import attend, attend_backward, attend_gathered
 from sparsify.kernels.layout import Sequence, block_count
+from sparsify.kernels.masks import TileMask, listed
 from sparsify.kernels.scores import Chooser
 
 __all__ = [
-    "DEFAULT_WORKSPACE_BYTES",
     "Heads",
     "Settings",
     "backward_sequence",
     "compute_dtype",
+    "default_workspace",
     "forward_sequence",
 ]
 
-DEFAULT_WORKSPACE_BYTES = 64 << 20
-_MASKED_BYTES = 2  # mask and its complement, beside the logits
-_GATHER_COST = 8  # a gathered key against a key of a matrix product, per query head
+_ROWS = 64  # queries a tile should hold before it holds several groups
+_READ_COST = 10  # reading one key and value, in units of one query-key pair of a matrix product
+_GATHER_COST = 20  # gathering one key and value, in the same units
 
 
 class Heads(NamedTuple):
@@ -57,6 +58,11 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def default_workspace(device: torch.device) -> int:
+    """Bytes of scratch memory: on a CPU what stays in the cache, else what keeps a device busy."""
+    return (16 << 20) if device.type == "cpu" else (512 << 20)
+
+
 def forward_sequence(
     sequence: Sequence,
     heads: Heads,
@@ -72,16 +78,13 @@ def forward_sequence(
         _forward_gathered(sequence, heads, choose, settings, out_HTV, lse_HT)
         return
     dtype = compute_dtype(heads.q.dtype)
-    q_GRTD = heads.q.unflatten(0, (heads.k.shape[0], -1))
+    groups_count = heads.k.shape[0]
+    q_GRTD, out_GRTV, lse_GRT = (_grouped(x, groups_count) for x in (heads.q, out_HTV, lse_HT))
     k, v = heads.k.to(dtype).contiguous(), heads.v.to(dtype).contiguous()
-    out_GRTV = out_HTV.unflatten(0, q_GRTD.shape[:2])
-    lse_GRT = lse_HT.unflatten(0, q_GRTD.shape[:2])
-    for first, last, keep, groups in _tiles(sequence, heads, choose, settings, 1):
-        reach = keep.shape[-1]
-        at = (groups, slice(None), slice(first, last))
-        out, lse = attend(
-            q_GRTD[at].to(dtype), k[groups, :reach], v[groups, :reach], keep, settings.scale
-        )
+    for mask, groups in _tiles(sequence, heads, choose, settings, buffers=1):
+        at = (groups, slice(None), slice(mask.first, mask.last))
+        keys = (groups, slice(mask.reach))
+        out, lse = attend(q_GRTD[at].to(dtype), k[keys], v[keys], mask, settings.scale)
         out_GRTV[at], lse_GRT[at] = out, lse
 
 
@@ -97,86 +100,58 @@ def backward_sequence(
     dtype = compute_dtype(heads.q.dtype)
     groups_count = heads.k.shape[0]
     q_GRTD, grad_GRTV, grad_lse_GRT = (
-        x.unflatten(0, (groups_count, -1)) for x in (heads.q, grad_HTV, grad_lse_HT)
+        _grouped(x, groups_count) for x in (heads.q, grad_HTV, grad_lse_HT)
     )
     k, v = heads.k.to(dtype).contiguous(), heads.v.to(dtype).contiguous()
     grad_q = torch.zeros(q_GRTD.shape, dtype=dtype, device=k.device)
     lse = torch.full(q_GRTD.shape[:3], float("-inf"), dtype=dtype, device=k.device)
     grad_k, grad_v = torch.zeros_like(k), torch.zeros_like(v)
-    for first, last, keep, groups in _tiles(sequence, heads, choose, settings, 3):
-        reach = keep.shape[-1]
-        at = (groups, slice(None), slice(first, last))
-        part: TileGrads = attend_backward(
-            q_GRTD[at].to(dtype),
-            k[groups, :reach],
-            v[groups, :reach],
-            keep,
-            grad_GRTV[at].to(dtype),
-            grad_lse_GRT[at].to(dtype),
-            settings.scale,
-        )
+    for mask, groups in _tiles(sequence, heads, choose, settings, buffers=3):
+        at = (groups, slice(None), slice(mask.first, mask.last))
+        keys = (groups, slice(mask.reach))
+        q, grad, grad_lse = (x[at].to(dtype) for x in (q_GRTD, grad_GRTV, grad_lse_GRT))
+        part = attend_backward(q, k[keys], v[keys], mask, grad, grad_lse, settings.scale)
         grad_q[at], lse[at] = part.q, part.lse
-        grad_k[groups, :reach] += part.k
-        grad_v[groups, :reach] += part.v
+        grad_k[keys] += part.k
+        grad_v[keys] += part.v
     return grad_q.flatten(0, 1), grad_k, grad_v, lse.flatten(0, 1)
 
 
-def _tiles(
-    sequence: Sequence,
-    heads: Heads,
-    choose: Chooser,
-    settings: Settings,
-    buffers: int,
-) -> Iterator[tuple[int, int, Tensor, slice]]:
-    """First and last query, mask of the pairs that count `[G, R or 1, T, L]`, groups of a tile.
+def _grouped(x_HT: Tensor, groups: int) -> Tensor:
+    """A view with the head axis cut into groups, `[G, R, T, ...]`."""
+    return x_HT.view(groups, x_HT.shape[0] // groups, *x_HT.shape[1:])
 
-    Queries that see no key are in no tile.
+
+def _tiles(
+    sequence: Sequence, heads: Heads, choose: Chooser, settings: Settings, buffers: int
+) -> Iterator[tuple[TileMask, slice]]:
+    """Masks of all tiles, and the groups of each. Queries before the first key are in none.
+
+    `buffers` is how many arrays of the size of the logits the work on a tile holds at once.
     """
-    groups, block_size = heads.k.shape[0], settings.block_size
+    groups = heads.k.shape[0]
     size = torch.finfo(compute_dtype(heads.q.dtype)).bits // 8
-    row_bytes = sequence.keys * (size * buffers + _MASKED_BYTES) * heads.q.shape[0] // groups
+    row_bytes = sequence.keys * size * buffers * heads.q.shape[0] // groups
     rows = max(1, settings.workspace_bytes // max(1, row_bytes))
-    step_groups = max(1, min(groups, rows // min(64, sequence.queries)))
+    step_groups = max(1, min(groups, rows // min(_ROWS, sequence.queries)))
     step = max(1, rows // step_groups)
+    blocks = block_count(sequence.keys, settings.block_size)
     for first in range(max(0, -sequence.start), sequence.queries, step):
         last = min(first + step, sequence.queries)
-        lists = choose(first, last).to(heads.k.device)
-        allowed = _allowed(lists, groups, block_count(sequence.keys, block_size))
+        named = listed(choose(first, last).to(heads.k.device), groups, blocks)
+        mask = TileMask(named, sequence, first, last, settings.block_size)
         for group in range(0, groups, step_groups):
             part = slice(group, group + step_groups)
-            yield first, last, _keep(allowed[part], sequence, first, last, block_size), part
-
-
-def _allowed(lists_HTK: Tensor, groups: int, blocks: int) -> Tensor:
-    """Which blocks the lists name, bool `[G, R or 1, T, N]`; numbers outside 0..N-1 name none."""
-    index = lists_HTK.long()
-    index = index.masked_fill((index < 0) | (index >= blocks), blocks)
-    allowed = torch.zeros(*index.shape[:2], blocks + 1, dtype=torch.bool, device=index.device)
-    allowed.scatter_(-1, index, True)
-    return allowed[..., :blocks].unflatten(0, (groups, -1))
-
-
-def _keep(
-    allowed_GRTN: Tensor, sequence: Sequence, first: int, last: int, block_size: int
-) -> Tensor:
-    """Pairs that count: the key's block is allowed, the key is real and not ahead of the query."""
-    reach = sequence.visible_keys(last)
-    numbers_L = torch.arange(reach, device=allowed_GRTN.device)
-    visible_TL = numbers_L <= sequence.positions(first, last, numbers_L.device)[:, None]
-    if sequence.real is not None:
-        visible_TL &= sequence.real[:reach]
-    blocks = block_count(reach, block_size)
-    spread = min(block_size, reach)
-    keep = allowed_GRTN[..., :blocks, None].expand(*allowed_GRTN.shape[:3], blocks, spread)
-    return keep.flatten(-2)[..., :reach] & visible_TL
+            yield mask.groups(part), part
 
 
 def _gather_is_less(sequence: Sequence, heads: Heads, settings: Settings) -> bool:
     """Whether gathering the keys of every list beats the masked product with all keys."""
-    groups, all_heads = heads.k.shape[0], heads.q.shape[0]
-    masked = sequence.keys * (groups * _GATHER_COST + all_heads * sequence.queries)
-    rows = settings.list_heads * sequence.queries
-    return rows * _gathered_keys(sequence, settings) * _GATHER_COST < masked
+    queries, reach = sequence.queries, sequence.visible_keys(sequence.queries)
+    pairs = queries * reach - queries * (queries - 1) // 2
+    masked = heads.k.shape[0] * reach * _READ_COST + heads.q.shape[0] * pairs
+    gathered = settings.list_heads * queries * _gathered_keys(sequence, settings)
+    return gathered * _GATHER_COST < masked
 
 
 def _gathered_keys(sequence: Sequence, settings: Settings) -> int:
@@ -202,7 +177,7 @@ def _forward_gathered(
         lists = choose(first, last).to(heads.k.device)
         index_HTL, keep_HTL = _tokens(lists, sequence, first, last, settings.block_size)
         k, v = (_gathered(x, index_HTL, keep_HTL).to(dtype) for x in (heads.k, heads.v))
-        q_HRTD = heads.q[:, first:last].to(dtype).unflatten(0, (settings.list_heads, -1))
+        q_HRTD = _grouped(heads.q[:, first:last].to(dtype), settings.list_heads)
         out, lse = attend_gathered(q_HRTD, k, v, keep_HTL, settings.scale)
         out_HTV[:, first:last], lse_HT[:, first:last] = out.flatten(0, 1), lse.flatten(0, 1)
 
@@ -236,4 +211,4 @@ def _gathered(x_GLD: Tensor, index_HTL: Tensor, keep_HTL: Tensor) -> Tensor:
     groups, heads = x_GLD.shape[0], index_HTL.shape[0]
     group_H = torch.arange(heads, device=x_GLD.device) // (heads // groups)
     taken = x_GLD[group_H[:, None, None], index_HTL]
-    return taken.masked_fill_(~keep_HTL[..., None], 0.0)
+    return taken.masked_fill(~keep_HTL[..., None], 0.0)
