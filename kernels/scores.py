@@ -10,18 +10,18 @@ L keys of the sequence, D head size, N blocks, K list places.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from sparsify.kernels.layout import Sequence, block_count
+from sparsify.kernels.means import SCRATCH_BYTES, block_chunks, by_block, mean_keys
 from sparsify.kernels.ranking import best_blocks
 
 __all__ = [
     "Chooser",
     "Scorer",
-    "mean_keys",
     "moba_chooser",
     "moba_scorer",
     "msa_chooser",
@@ -34,7 +34,6 @@ Chooser = Callable[[int, int], Tensor]
 Scorer = Callable[[int, int], tuple[Tensor, Tensor]]
 """`scorer(first, last)`: float64 scores and the mask of candidates, both `[H, T, blocks]`."""
 
-_SCRATCH_BYTES = 16 << 20
 _MAX_ROWS = 256
 
 
@@ -123,7 +122,7 @@ def msa_scorer(
         p_T = sequence.positions(first, last, iq_GTD.device)
         shape = (iq_GTD.shape[0], last - first)
         scores, seen = [], []
-        for begin, end in _block_chunks(blocks, shape[0] * shape[1] * block_size * 24):
+        for begin, end in block_chunks(blocks, shape[0] * shape[1] * block_size * 24):
             keys = slice(begin * block_size, min(end * block_size, reach))
             dots = (iq_JRD @ ik_JLD[:, keys].double().mT).view(*shape, -1)
             best, visible = _block_maxima(dots, sequence, p_T, keys, block_size)
@@ -139,32 +138,6 @@ def msa_scorer(
         return torch.cat(scores, -1), candidate_TN.expand(*shape, blocks)
 
     return scorer
-
-
-def mean_keys(k_GLD: Tensor, real_L: Tensor | None, block_size: int) -> Tensor:
-    """Means over the real keys of each block, `[G, N, D]`, rounded to float32 and the key dtype.
-
-    A block without a real key gives 0.
-    """
-    heads, keys, size = k_GLD.shape
-    blocks = block_count(keys, block_size)
-    out = k_GLD.new_zeros(heads, blocks, size)
-    for begin, end in _block_chunks(blocks, heads * block_size * size * 16):
-        span = slice(begin * block_size, min(end * block_size, keys))
-        part_GLD, count_N = k_GLD[:, span].double(), None
-        if real_L is not None:
-            real = real_L[span]
-            part_GLD = part_GLD.masked_fill(~real[:, None], 0.0)
-            count_N = _by_block(real.double(), block_size, 0.0).sum(-1).clamp(min=1.0)
-        else:
-            ones = torch.ones(part_GLD.shape[1], dtype=torch.float64, device=k_GLD.device)
-            count_N = _by_block(ones, block_size, 0.0).sum(-1)
-        sums = _by_block(part_GLD.mT, block_size, 0.0).sum(-1)
-        mean = (sums / count_N).mT
-        if k_GLD.dtype != torch.float64:
-            mean = mean.float()
-        out[:, begin:end] = mean.to(k_GLD.dtype)
-    return out
 
 
 def _chooser(
@@ -209,19 +182,8 @@ def _block_maxima(
         visible_TC &= sequence.real[keys]
     hidden = float("-inf")
     dots_GTC = dots_GTC.masked_fill_(~visible_TC, hidden)
-    best = _by_block(dots_GTC, block_size, hidden).amax(-1)
-    return best, _by_block(visible_TC, block_size, False).any(-1)
-
-
-def _by_block(x_L: Tensor, block_size: int, fill: float | bool) -> Tensor:
-    """The last axis cut into blocks, `[..., N, block]`, a short last one filled up."""
-    length = x_L.shape[-1]
-    if length < block_size:
-        return x_L.unsqueeze(-2)
-    rest = -length % block_size
-    if rest:
-        x_L = torch.nn.functional.pad(x_L, (0, rest), value=fill)
-    return x_L.unfold(-1, block_size, block_size)
+    best = by_block(dots_GTC, block_size, hidden).amax(-1)
+    return best, by_block(visible_TC, block_size, False).any(-1)
 
 
 def _filled(sequence: Sequence, block_size: int, blocks: int, device: torch.device) -> Tensor:
@@ -229,7 +191,7 @@ def _filled(sequence: Sequence, block_size: int, blocks: int, device: torch.devi
     if sequence.real is None or blocks == 0:
         return torch.ones(blocks, dtype=torch.bool, device=device)
     real = sequence.real[: blocks * block_size]
-    return _by_block(real, block_size, False).any(-1)
+    return by_block(real, block_size, False).any(-1)
 
 
 def _blocks_before(sequence: Sequence, last: int, block_size: int) -> int:
@@ -238,11 +200,5 @@ def _blocks_before(sequence: Sequence, last: int, block_size: int) -> int:
     return max(0, min(own, block_count(sequence.keys, block_size)))
 
 
-def _block_chunks(blocks: int, bytes_per_block: int) -> Iterator[tuple[int, int]]:
-    step = max(1, _SCRATCH_BYTES // max(1, bytes_per_block))
-    for begin in range(0, blocks, step):
-        yield begin, min(begin + step, blocks)
-
-
 def _rows(bytes_per_row: int) -> int:
-    return max(1, min(_MAX_ROWS, _SCRATCH_BYTES // max(1, bytes_per_row)))
+    return max(1, min(_MAX_ROWS, SCRATCH_BYTES // max(1, bytes_per_row)))
