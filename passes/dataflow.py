@@ -1,0 +1,255 @@
+"""Whether a site is self-attention over one token stream, with or without a cache before it.
+
+Every row i of q must stand for token i + offset of the stream, and k and v at position j must be
+made of token j alone. All three are followed back to the value they share (the hidden state); what
+mixes positions on the way, or cannot be read, is refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+from torch.fx import Node
+
+from sparsify.ir import StreamProof
+from sparsify.passes.dominators import VIEWS, Dataflow
+from sparsify.passes.frame import Frame
+from sparsify.passes.graphs import dtype_of, op_name, shape_of
+from sparsify.passes.reads import Part, Read, Reader
+from sparsify.passes.refused import Refused
+
+__all__ = ["Dataflow", "Stream", "prove_stream"]
+
+Expr = Any
+
+
+@dataclass(frozen=True)
+class Stream:
+    """The proof, and the position of query 0 among the keys that follows from it (None: the
+    inputs are separate, so that only the mask can say)."""
+
+    proof: StreamProof
+    offset: Expr | None
+
+
+def prove_stream(
+    frame: Frame, flow: Dataflow, hidden: Node | None, causal: Collection[Node]
+) -> Stream:
+    """Show that q, k and v come position by position from one token stream.
+
+    Args:
+        frame: the site's indices.
+        flow: the whole graph.
+        hidden: the value through which q, k and v pass, if there is one.
+        causal: attention nodes already proved causal over their own stream.
+
+    Raises:
+        Refused: CROSS_ATTENTION, NOT_SELF_ATTENTION or SOFTMAX_AXIS, with what was read.
+    """
+    if hidden is None:
+        return _separate_inputs(frame, flow)
+    walks = {name: _Walk(frame, name, hidden, causal) for name in ("q", "k", "v")}
+    for walk in walks.values():
+        walk.check_readable(flow)
+    axis = _position_axis(frame, hidden, walks)
+    _check_axes(frame, hidden, axis, walks)
+    offsets = {name: walk.offset(axis) for name, walk in walks.items()}
+    if sympy.expand(offsets["k"] - offsets["v"]) != 0:
+        raise _not_self(f"k stands at {offsets['k']}, v at {offsets['v']} of the stream")
+    cached = any(walk.cache for walk in walks.values())
+    return Stream(
+        StreamProof(source=hidden.name, cached=cached),
+        sympy.expand(offsets["q"] - offsets["k"]),
+    )
+
+
+class _Walk:
+    """What one of q, k and v reads of the hidden state."""
+
+    def __init__(self, frame: Frame, name: str, hidden: Node, causal: Collection[Node]) -> None:
+        self.frame, self.name, self.hidden = frame, name, hidden
+        self.reader = Reader(frame.space, [hidden], causal)
+        node = getattr(frame.call, name)
+        index = frame.q_index() if name == "q" else frame.kv_index(node, f"{name}_feature")
+        self.position = frame.i if name == "q" else frame.j
+        self.reads = self.reader.leaves(node, index)
+        self.stream = [read.index for read in self.reads if read.node is hidden and not read.guard]
+        self.parts = [part for part in self.reader.parts if part.entry == self.position]
+        self.cache: list[Node] = []
+
+    def check_readable(self, flow: Dataflow) -> None:
+        """Refuse what was not read, and inputs that reach k or v past the hidden state."""
+        for read in self.reads:
+            if read.unread and flow.inputs_of(read.node):
+                raise _not_self(
+                    f"{self.name} passes through {read.unread}, which is not known to keep "
+                    f"positions apart ({read.node.name})"
+                )
+        if not self.stream:
+            raise _not_self(f"{self.name} does not depend on {self.hidden.name}")
+        for read in self.reads:
+            if read.node in flow.inputs and read.node is not self.hidden and not read.guard:
+                self._side_input(read)
+
+    def _side_input(self, read: Read) -> None:
+        """Another model input: a cache before the own keys, or positions."""
+        if self._is_cache(read):
+            self.cache.append(read.node)
+            return
+        if not dtype_of(read.node).is_floating_point:
+            return  # positions and masks are numbers of tokens, not tokens
+        positions = [e for e in read.index if e.has(self.position) or e in self.reader.mixed]
+        if self.position in positions:
+            return
+        raise _not_self(f"{self.name} also reads the model input {read.node.name}")
+
+    def _is_cache(self, read: Read) -> bool:
+        if self.name == "q" or len(self.parts) != 2:
+            return False
+        first = self.parts[0]
+        return first.inside in read.index and first.offset == 0
+
+    def own(self) -> Part | None:
+        """The part of a concatenation with a cache that holds the stream's own tokens."""
+        if not self.parts:
+            return None
+        if len(self.parts) != 2 or not self.cache:
+            raise _not_self(
+                f"{self.name} is put together of {len(self.parts)} parts along its positions "
+                f"({', '.join(part.node.name for part in self.parts)})"
+            )
+        return self.parts[1]
+
+    def local(self) -> tuple[Expr, Expr]:
+        """The position symbol inside the stream's own tokens, and where they begin."""
+        part = self.own()
+        return (self.position, sympy.Integer(0)) if part is None else (part.inside, part.offset)
+
+    def offset(self, axis: int | None) -> Expr:
+        """Position in the hidden state minus position in q, k or v."""
+        symbol, begin = self.local()
+        if axis is None:
+            return -begin
+        shifts = set()
+        for index in self.stream:
+            entry = index[axis]
+            if self._is_whole(entry) or self._is_past(entry, symbol):
+                continue
+            shifts.add(sympy.expand(entry - symbol))
+        if len(shifts) != 1 or any(s.has(symbol) for s in shifts):
+            raise _not_self(
+                f"position j of {self.name} reads positions "
+                f"{_listed(index[axis] for index in self.stream)} of {self.hidden.name}"
+            )
+        return shifts.pop() - begin
+
+    def _is_whole(self, entry: Expr) -> bool:
+        """A whole axis: harmless in q, whose rows keep their place, refused in k and v unless
+        it is the past of a causal attention."""
+        if entry not in self.reader.mixed:
+            return False
+        if self.name == "q":
+            return True
+        raise _not_self(
+            f"{self.name} mixes positions by {self.reader.mixed[entry]} on the way from "
+            f"{self.hidden.name}"
+        )
+
+    def _is_past(self, entry: Expr, symbol: Expr) -> bool:
+        bounds = self.frame.space.bounds
+        while entry in bounds:
+            entry = bounds[entry]
+            if entry == symbol:
+                return True
+        return False
+
+
+def _position_axis(frame: Frame, hidden: Node, walks: dict[str, _Walk]) -> int | None:
+    """Axis of the hidden state along which keys are counted; None when it has one position."""
+    symbols = {name: walk.local()[0] for name, walk in walks.items()}
+    for axis in range(len(shape_of(hidden))):
+        for name in ("k", "v", "q"):
+            symbol = symbols[name]
+            if symbol.is_Symbol and any(index[axis].has(symbol) for index in walks[name].stream):
+                if _only_features(axis, symbol, walks[name]):
+                    continue
+                return axis
+    if not any(symbol.is_Symbol for symbol in symbols.values()):
+        return None
+    raise Refused(
+        "SOFTMAX_AXIS",
+        "attention runs over an axis that is not the positions of the token stream",
+        f"no axis of {hidden.name} {shape_of(hidden)} is counted by the keys",
+    )
+
+
+def _only_features(axis: int, symbol: Expr, walk: _Walk) -> bool:
+    """Whether the symbol only picks features: mixed with others inside one axis."""
+    return all(
+        not index[axis].has(symbol)
+        or len(index[axis].free_symbols & set(walk.frame.space.sizes)) > 1
+        for index in walk.stream
+    )
+
+
+def _check_axes(frame: Frame, hidden: Node, axis: int | None, walks: dict[str, _Walk]) -> None:
+    """Batch entries must be the same for q, k and v, and positions stay on their axis."""
+    for other in range(len(shape_of(hidden))):
+        if other == axis:
+            continue
+        entries = {index[other] for walk in walks.values() for index in walk.stream}
+        if any(entry.has(frame.b) for entry in entries if frame.b.is_Symbol) and len(entries) > 1:
+            raise _not_self(f"q, k and v read {_listed(entries)} of axis {other} of {hidden.name}")
+        for walk in walks.values():
+            symbol = walk.local()[0]
+            if symbol.is_Symbol and any(index[other].has(symbol) for index in walk.stream):
+                raise _not_self(
+                    f"{walk.name} spreads its positions over axis {other} of {hidden.name}"
+                )
+
+
+def _separate_inputs(frame: Frame, flow: Dataflow) -> Stream:
+    """q, k and v share nothing: three model inputs of one length are taken at their word."""
+    call = frame.call
+    sources = [flow.inputs_of(node) for node in (call.q, call.k, call.v)]
+    if not all(sources):
+        missing = [n for n, s in zip(("q", "k", "v"), sources, strict=True) if not s]
+        raise _not_self(f"{' and '.join(missing)} do not depend on the model's inputs")
+    if _are_bare(call.q, call.k, call.v) and call.q_len == call.kv_len:
+        names = ", ".join(sorted(node.name for source in sources for node in source))
+        text = f"the model inputs {names} are queries, keys and values of one token stream"
+        return Stream(StreamProof(source=None, assumptions=(text,)), None)
+    raise Refused(
+        "CROSS_ATTENTION",
+        "keys and values do not come from the queries' token stream",
+        f"q from {_names(sources[0])}; k from {_names(sources[1])}; v from {_names(sources[2])}",
+    )
+
+
+def _are_bare(*nodes: Node) -> bool:
+    """Whether q, k and v are three model inputs, seen through views only."""
+    bases = []
+    for node in nodes:
+        while node.op == "call_function" and op_name(node) in VIEWS:
+            node = node.all_input_nodes[0]
+        bases.append(node)
+    return all(base.op == "placeholder" for base in bases) and len(set(bases)) == 3
+
+
+def _not_self(evidence: str) -> Refused:
+    return Refused(
+        "NOT_SELF_ATTENTION",
+        "k and v are not made position by position from the queries' token stream",
+        evidence,
+    )
+
+
+def _listed(entries: Iterable[Expr]) -> str:
+    return "{" + ", ".join(sorted({str(entry) for entry in entries})) + "}"
+
+
+def _names(nodes: Iterable[Node]) -> str:
+    return ", ".join(sorted(node.name for node in nodes)) or "no input"

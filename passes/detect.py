@@ -1,0 +1,184 @@
+"""All attention of a captured model: what is proved, and what is refused and why.
+
+Anchors are found by the matchers, then proved one after the other in execution order, so that a
+later site can build on an earlier one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import sympy
+from torch.fx import Node
+
+from sparsify.ir import AttentionSite, MaskProof, Refusal, site_key
+from sparsify.passes.aliases import changed_in_place
+from sparsify.passes.capture import Captured
+from sparsify.passes.dataflow import Dataflow, Stream, prove_stream
+from sparsify.passes.frame import Frame
+from sparsify.passes.graphs import module_path, number, source_of
+from sparsify.passes.heads import framed, head_layout
+from sparsify.passes.mask_proof import prove_mask
+from sparsify.passes.matchers import sdpa
+from sparsify.passes.matchers.sdpa import SdpaCall
+from sparsify.passes.phase import phase_of
+from sparsify.passes.refused import Refused
+
+__all__ = ["Detection", "attention_nodes", "detect"]
+
+Expr = Any
+
+
+@dataclass(frozen=True)
+class Detection:
+    """`sites` are proved and replaceable, `refusals` the other attention found; both in execution
+    order. `order` holds the keys of all of them; `lookalikes` are refusals with NOT_ATTENTION."""
+
+    sites: tuple[AttentionSite, ...]
+    refusals: tuple[Refusal, ...]
+    notes: tuple[str, ...] = ()
+    order: tuple[str, ...] = ()
+    lookalikes: tuple[Refusal, ...] = field(default=(), compare=False)
+
+
+def detect(captured: Captured) -> Detection:
+    """Find all attention of a captured model and prove what each site computes."""
+    prover = _Prover(captured)
+    sites: list[AttentionSite] = []
+    refusals: list[Refusal] = []
+    order = []
+    for (fqn, ordinal), node in attention_nodes(captured).items():
+        order.append(site_key(fqn, ordinal))
+        try:
+            sites.append(prover.site(node, fqn, ordinal))
+        except Refused as reason:
+            refusals.append(_refusal(reason, node, fqn, ordinal))
+    return Detection(tuple(sites), tuple(refusals), (), tuple(order))
+
+
+def attention_nodes(captured: Captured) -> dict[tuple[str, int], Node]:
+    """Every attention call of the graph by module path and order inside that module."""
+    counts: dict[str, int] = {}
+    out = {}
+    for node in captured.graph.nodes:
+        if sdpa.is_anchor(node):
+            fqn = module_path(node)
+            ordinal = counts.get(fqn, 0)
+            counts[fqn] = ordinal + 1
+            out[fqn, ordinal] = node
+    return out
+
+
+def _refusal(reason: Refused, node: Node, fqn: str, ordinal: int) -> Refusal:
+    return Refusal(
+        fqn, ordinal, reason.code, reason.message, reason.evidence, reason.hint, source_of(node)
+    )
+
+
+class _Prover:
+    """Proves sites of one graph; equal masks are proved once."""
+
+    def __init__(self, captured: Captured) -> None:
+        self.captured = captured
+        self.flow = Dataflow(captured.graph, captured.inputs)
+        self.frozen = changed_in_place(captured.graph)
+        self.causal: set[Node] = set()
+        self.masks: dict[Any, MaskProof | Refused] = {}
+
+    def site(self, node: Node, fqn: str, ordinal: int) -> AttentionSite:
+        """The proved site.
+
+        Raises:
+            Refused: something is not proved, or not what can be replaced.
+        """
+        call = sdpa.read_call(node)
+        _check_call(call)
+        hidden = self.flow.common_source([call.q, call.k, call.v])
+        frame = framed(call, hidden)
+        scale = _scale(call)
+        mask, stream = self._mask_and_stream(frame, hidden)
+        heads = head_layout(frame, hidden)
+        offset = sympy.expand(call.kv_len - call.q_len)
+        self.causal.add(node)
+        return AttentionSite(
+            fqn=fqn,
+            ordinal=ordinal,
+            pattern="sdpa",
+            heads=heads,
+            scale=scale,
+            mask=mask,
+            stream=stream.proof,
+            phase=phase_of(call, stream.proof, offset),
+            q_len=_length(call.q_len),
+            kv_len=_length(call.kv_len),
+            source=source_of(node),
+        )
+
+    def _mask_and_stream(self, frame: Frame, hidden: Node | None) -> tuple[MaskProof, Stream]:
+        """Both proofs. "Not causal" says less than "not self-attention", so the latter is told."""
+        mask = _outcome(lambda: self._mask(frame))
+        stream = _outcome(lambda: prove_stream(frame, self.flow, hidden, self.causal))
+        if isinstance(mask, Refused):
+            weak = mask.code == "NOT_CAUSAL" and isinstance(stream, Refused)
+            raise stream if weak else mask
+        if isinstance(stream, Refused):
+            raise stream
+        shift = sympy.expand(frame.call.kv_len - frame.call.q_len)
+        if stream.offset is not None and sympy.expand(stream.offset - shift) != 0:
+            raise Refused(
+                "NOT_SELF_ATTENTION",
+                "the mask and the token stream place the queries differently",
+                f"query 0 stands at {stream.offset} of the stream, at {shift} of the mask",
+            )
+        return mask, stream
+
+    def _mask(self, frame: Frame) -> MaskProof:
+        call = frame.call
+        key = (call.mask, bool(call.is_causal), call.q_len, call.kv_len, frame.lead)
+        if key not in self.masks:
+            self.masks[key] = _outcome(lambda: prove_mask(self.captured, frame, self.frozen))
+        known = self.masks[key]
+        if isinstance(known, Refused):
+            raise known
+        return known
+
+
+def _outcome(prove: Callable[[], Any]) -> Any:
+    try:
+        return prove()
+    except Refused as reason:
+        return reason
+
+
+def _check_call(call: SdpaCall) -> None:
+    """What stands in the call itself: dropout, flags, dtypes."""
+    if call.dropout_p != 0.0:
+        raise Refused(
+            "DROPOUT",
+            "attention dropout is active, also outside training",
+            f"dropout_p={call.dropout_p}",
+            "Pass dropout_p=0.0 unless self.training.",
+        )
+    if isinstance(call.is_causal, Node):
+        raise Refused("MASK_UNPROVED", "is_causal is computed while the model runs")
+    if len(call.dtypes) != 1 or not next(iter(call.dtypes)).is_floating_point:
+        names = ", ".join(sorted(str(dtype) for dtype in call.dtypes))
+        raise Refused("DTYPE", "q, k and v must have one floating-point type", names)
+
+
+def _scale(call: SdpaCall) -> float:
+    if call.scale is None:
+        head_dim = number(call.head_dim)
+        if head_dim is None:
+            raise Refused("HEAD_DIM", "the head size is not a fixed number", str(call.head_dim))
+        return float(head_dim**-0.5)
+    if isinstance(call.scale, int | float):
+        return float(call.scale)
+    raise Refused("SCALE_NOT_CONSTANT", "the scale is not a number", f"scale = {call.scale}")
+
+
+def _length(size: Expr) -> int | str:
+    value = number(size)
+    return str(size) if value is None else value

@@ -1,0 +1,128 @@
+"""Which dims of the inputs are captured as dynamic, what is tried when that fails, what came out.
+
+By default the batch and the length of every tensor input are tried: dims 0 and 1, or 0 and 2 for
+tensors of four axes (`[batch, heads, length, size]`: queries, keys, cache entries). torch.export
+fixes a dim where the model's code asks for it; that is reported, never hidden.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.export import Dim, ExportedProgram
+from torch.utils import _pytree as pytree
+
+__all__ = ["Attempt", "attempts", "doubled", "found_dims", "own_shapes", "specialised"]
+
+Tree = Any
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One way to capture: the inputs, the dims asked for, and how to call it in a note."""
+
+    label: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    shapes: Any  # a function tensor -> spec, a spec given by the user, or None for static
+    double: bool
+
+
+def attempts(args: tuple[Any, ...], kwargs: dict[str, Any], given: Any) -> Iterator[Attempt]:
+    """The ways to try, best first. With dims given by the user there is no other way."""
+    if given is not None:
+        yield Attempt("the dynamic dims that were given", args, kwargs, given, False)
+        return
+    single = any(t.dim() > 0 and t.shape[0] == 1 for t in _tensors(args, kwargs))
+    for double in (True, False) if single else (False,):
+        yield Attempt("dynamic batch and length", args, kwargs, batch_and_length, double)
+        yield Attempt("a dynamic batch only", args, kwargs, batch_only, double)
+    yield Attempt("static shapes", args, kwargs, None, False)
+
+
+def batch_and_length(tensor: torch.Tensor) -> dict[int, Any] | None:
+    """Dims to try on one tensor: batch and length."""
+    rank = tensor.dim()
+    dims = (0, 2) if rank == 4 else (0, 1)[:rank]
+    return _auto(tensor, dims)
+
+
+def batch_only(tensor: torch.Tensor) -> dict[int, Any] | None:
+    """Dims to try on one tensor: the first."""
+    return _auto(tensor, (0,)[: tensor.dim()])
+
+
+def _auto(tensor: torch.Tensor, dims: Sequence[int]) -> dict[int, Any] | None:
+    # torch.export fixes sizes 0 and 1 in any case
+    chosen = {dim: Dim.AUTO for dim in dims if tensor.shape[dim] > 1}
+    return chosen or None
+
+
+def own_shapes(
+    model: torch.nn.Module, shapes: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """`dynamic_shapes` for torch.export: a spec for every input, by the forward's own names."""
+    if shapes is None or not callable(shapes):
+        return shapes
+    bound = inspect.signature(model.forward).bind(*args, **kwargs).arguments
+    return _mapped(shapes, dict(bound))
+
+
+def _mapped(shapes: Any, tree: Tree) -> Tree:
+    return pytree.tree_map(lambda leaf: shapes(leaf) if _is_tensor(leaf) else None, tree)
+
+
+def doubled(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    """Inputs with every tensor of batch 1 repeated once along the batch."""
+
+    def twice(leaf: Any) -> Any:
+        if _is_tensor(leaf) and leaf.dim() > 0 and leaf.shape[0] == 1:
+            return torch.cat([leaf, leaf])
+        return leaf
+
+    return pytree.tree_map(twice, args), pytree.tree_map(twice, kwargs)
+
+
+def found_dims(program: ExportedProgram, users: Sequence[str]) -> dict[str, dict[int, str]]:
+    """Dynamic dims of the user inputs in the captured program, with the symbol of each."""
+    out: dict[str, dict[int, str]] = {}
+    for node in program.graph.find_nodes(op="placeholder"):
+        value = node.meta.get("val")
+        if node.name in users and isinstance(value, torch.Tensor):
+            dims = {d: str(s) for d, s in enumerate(value.shape) if isinstance(s, torch.SymInt)}
+            if dims:
+                out[node.name] = dims
+    return out
+
+
+def specialised(program: ExportedProgram, attempt: Attempt, inputs: Any) -> tuple[str, ...]:
+    """One sentence for every dim that was tried and became fixed."""
+    if not callable(attempt.shapes):
+        return ()
+    found = [
+        node.meta["val"]
+        for node in program.graph.find_nodes(op="placeholder")
+        if node.name in program.graph_signature.user_inputs
+    ]
+    names = [n for n in program.graph_signature.user_inputs if isinstance(n, str)]
+    out = []
+    tensors = [value for value in found if isinstance(value, torch.Tensor)]
+    for name, value, example in zip(names, tensors, _tensors(*inputs), strict=False):
+        for dim in attempt.shapes(example) or {}:
+            if not isinstance(value.shape[dim], torch.SymInt):
+                out.append(
+                    f"dim {dim} of {name} is fixed at {value.shape[dim]} by the model's code"
+                )
+    return tuple(out)
+
+
+def _tensors(*trees: Tree) -> list[torch.Tensor]:
+    return [leaf for tree in trees for leaf in pytree.tree_leaves(tree) if _is_tensor(leaf)]
+
+
+def _is_tensor(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor)

@@ -1,0 +1,113 @@
+"""The value through which all of q, k and v pass: dominators of the captured graph."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import networkx as nx
+import torch
+from torch.fx import Graph, Node
+
+from sparsify.passes.graphs import aten, is_tensor, op_name
+from sparsify.passes.views import EXPANDS, IDENTITY, RESHAPES, RULES, SPLITS
+
+__all__ = ["VIEWS", "Dataflow"]
+
+PROJECTIONS = aten("linear addmm mm matmul")
+PIECES = SPLITS | {"aten.slice", "aten.select", "aten.narrow", "aten.unbind", "getitem"}
+VIEWS = EXPANDS | IDENTITY | RESHAPES | frozenset(RULES)
+
+
+class Dataflow:
+    """The graph as data flows from the user's inputs. Sizes are not data: an edge that carries
+    only a size of a tensor is left out.
+
+    Args:
+        graph: the captured graph.
+        inputs: names of the placeholders of the user's tensors.
+    """
+
+    def __init__(self, graph: Graph, inputs: Iterable[str]) -> None:
+        self.order = {node: position for position, node in enumerate(graph.nodes)}
+        self.graph = nx.DiGraph()
+        self.graph.add_nodes_from(self.order)
+        for node in self.order:
+            self.graph.add_edges_from((s, node) for s in node.all_input_nodes if _holds_data(s))
+        wanted = set(inputs)
+        self.inputs = [n for n in self.order if n.op == "placeholder" and n.name in wanted]
+        self._parents: dict[Node, dict[Node, Node]] = {}
+        self._sources: dict[Node, frozenset[Node]] = {}
+
+    def inputs_of(self, node: Node) -> frozenset[Node]:
+        """User inputs that the node's value depends on."""
+        if not self._sources:
+            self._sources = self._reaching()
+        return self._sources[node]
+
+    def common_source(self, values: Sequence[Node]) -> Node | None:
+        """The last tensor through which everything that reaches all `values` passes.
+
+        Seen from each input of the last value (v, which no position encoding reaches) by itself;
+        the latest answer counts. None when they share no input, or nothing but an input's sizes.
+        """
+        shared = frozenset.intersection(*(self.inputs_of(value) for value in values))
+        found = [node for root in shared if (node := self._common(root, values)) is not None]
+        return max(found, key=lambda node: self.order[node], default=None)
+
+    def _reaching(self) -> dict[Node, frozenset[Node]]:
+        roots = set(self.inputs)
+        out: dict[Node, frozenset[Node]] = {}
+        for node in self.order:
+            own = frozenset({node}) if node in roots else frozenset()
+            out[node] = own.union(*(out[source] for source in self.graph.predecessors(node)))
+        return out
+
+    def _common(self, root: Node, values: Sequence[Node]) -> Node | None:
+        chains = [self._chain(root, value) for value in values]
+        shared = set(chains[0]).intersection(*chains[1:])
+        latest = max(shared, key=lambda node: self.order[node])
+        return self._hidden(latest, chains[0])
+
+    def _chain(self, root: Node, node: Node) -> list[Node]:
+        """The node's dominators, itself first, the root last."""
+        if root not in self._parents:
+            self._parents[root] = nx.immediate_dominators(self.graph, root)
+        parents = self._parents[root]
+        chain = [node]
+        while chain[-1] is not root:
+            chain.append(parents[chain[-1]])
+        return chain
+
+    def _hidden(self, node: Node, chain: list[Node]) -> Node | None:
+        """A fused q/k/v projection and its pieces are not the hidden state: its input is."""
+        position = chain.index(node)
+        while position < len(chain):
+            node = chain[position]
+            piece = not is_tensor(node) or op_name(node) in PIECES
+            if not (piece or _is_cut_up(node) or self._is_view_of_cut(node)):
+                return node
+            position += 1
+        return node if is_tensor(node) else None
+
+    def _is_view_of_cut(self, node: Node) -> bool:
+        return op_name(node) in VIEWS and all(
+            op_name(user) in VIEWS | PIECES or not is_tensor(user) for user in node.users
+        )
+
+
+def _is_cut_up(node: Node) -> bool:
+    """Whether the node is a projection whose output is only cut into pieces."""
+    return op_name(node) in PROJECTIONS and all(_leads_to_pieces(user) for user in node.users)
+
+
+def _leads_to_pieces(node: Node) -> bool:
+    name = op_name(node)
+    if name in PIECES:
+        return True
+    return name in VIEWS and all(_leads_to_pieces(user) for user in node.users)
+
+
+def _holds_data(node: Node) -> bool:
+    """False for sizes and numbers: they say nothing of a tensor's values."""
+    value = node.meta.get("val")
+    return not isinstance(value, int | float | bool | torch.SymInt | torch.SymFloat | torch.SymBool)

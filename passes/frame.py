@@ -1,0 +1,78 @@
+"""The indices of one attention site: batch b, query head h, query i, key j, feature d.
+
+All proofs of a site speak of the same element: row i of head h in batch b, and key j.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+from torch.fx import Node
+
+from sparsify.passes.graphs import shape_of
+from sparsify.passes.index_space import IndexSpace
+from sparsify.passes.matchers.sdpa import SdpaCall
+from sparsify.passes.views import broadcast_index
+
+__all__ = ["Frame", "make_frame"]
+
+Expr = Any
+Index = tuple[Expr, ...]
+
+
+@dataclass(frozen=True)
+class Frame:
+    """Index symbols of a site, and what q, k, v and the mask are read at.
+
+    `lead` holds the entries of the axes before [L, D] of q: (b, h), or (b*H + h) when heads are
+    flattened into the batch; `heads` is H.
+    """
+
+    call: SdpaCall
+    space: IndexSpace
+    b: Expr
+    h: Expr
+    i: Expr
+    j: Expr
+    lead: Index
+    heads: int
+
+    def q_index(self) -> Index:
+        """Element of q: its feature is the symbol of its own axis."""
+        return (*self.lead, self.i, self._feature("q_feature", self.call.q))
+
+    def kv_index(self, node: Node, feature: str) -> Index:
+        """Element of k or v at key j, with grouped or broadcast heads resolved."""
+        shape, q_shape = shape_of(node), shape_of(self.call.q)
+        lead = self.lead
+        if len(lead) > 1 and self.call.enable_gqa and shape[-3] != q_shape[-3]:
+            group = q_shape[-3] / shape[-3]
+            lead = (*lead[:-1], self.space.divmod(lead[-1], group)[0])
+        return broadcast_index((*lead, self.j, self._feature(feature, node)), shape)
+
+    def mask_index(self, node: Node) -> Index:
+        """Element of the mask for query i and key j."""
+        return broadcast_index((*self.lead, self.i, self.j), shape_of(node))
+
+    def _feature(self, name: str, node: Node) -> Expr:
+        return self.space.index(name, shape_of(node)[-1])
+
+
+def make_frame(call: SdpaCall, heads: int | None = None) -> Frame:
+    """Indices of a site. For q of rank 3, `heads` says how many heads its first axis holds."""
+    space = IndexSpace()
+    shape = shape_of(call.q)
+    i, j = space.index("i", shape[-2]), space.index("j", shape_of(call.k)[-2])
+    if call.rank >= 4:
+        b, h = space.index("b", shape[0]), space.index("h", shape[-3])
+        return Frame(call, space, b, h, i, j, (b, h), int(shape[-3]))
+    if call.rank == 2:
+        zero = sympy.Integer(0)
+        return Frame(call, space, zero, zero, i, j, (), 1)
+    if heads is None:
+        n = space.index("n", shape[0])
+        return Frame(call, space, n, sympy.Integer(0), i, j, (n,), 1)
+    b, h = space.index("b", shape[0] / heads), space.index("h", sympy.Integer(heads))
+    return Frame(call, space, b, h, i, j, (sympy.expand(b * heads + h),), heads)

@@ -1,0 +1,136 @@
+"""Head counts and sizes of a site, and how query heads share keys and values.
+
+Heads are grouped when element (b, h, j, d) of k and of v depends on h only through h // group: this
+is shown for every value that k and v are made of, by index arithmetic. A tiled expansion (0,1,0,1)
+depends on h % n instead and stays ordinary multi-head attention over the expanded tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import sympy
+from torch.fx import Node
+
+from sparsify.ir import HeadLayout
+from sparsify.passes.frame import Frame, make_frame
+from sparsify.passes.graphs import number, shape_of
+from sparsify.passes.index_space import IndexSpace
+from sparsify.passes.matchers.sdpa import SdpaCall
+from sparsify.passes.reads import Read, Reader
+from sparsify.passes.refused import Refused
+
+__all__ = ["framed", "head_layout"]
+
+Expr = Any
+
+
+def framed(call: SdpaCall, hidden: Node | None = None) -> Frame:
+    """The site's indices, with flattened heads of a rank-3 call taken apart.
+
+    `hidden` is the value through which q, k and v pass, where following them back ends.
+
+    Raises:
+        Refused: HEAD_DIM for a head count that is not a number, FORM_UNSUPPORTED for other ranks.
+    """
+    _check_ranks(call)
+    if call.rank != 3:
+        return make_frame(call)
+    frame = make_frame(call)
+    reads = Reader(frame.space, _stop(hidden)).leaves(call.q, frame.q_index())
+    heads = _flattened_heads(frame, reads)
+    return make_frame(call, heads) if heads is not None else frame
+
+
+def head_layout(frame: Frame, hidden: Node | None = None) -> HeadLayout:
+    """Query and KV heads, and sizes of keys and values.
+
+    Raises:
+        Refused: HEAD_DIM when a size is not a number.
+    """
+    call = frame.call
+    sizes = {"head size": call.head_dim, "value size": call.value_dim}
+    for what, size in sizes.items():
+        if number(size) is None:
+            raise Refused("HEAD_DIM", f"the {what} is not a fixed number", f"{what} = {size}")
+    reader = Reader(frame.space, _stop(hidden))
+    reads = reader.leaves(call.k, frame.kv_index(call.k, "k_feature"))
+    reads += reader.leaves(call.v, frame.kv_index(call.v, "v_feature"))
+    group = _group(frame, reads)
+    return HeadLayout(frame.heads, frame.heads // group, int(call.head_dim), int(call.value_dim))
+
+
+def _stop(hidden: Node | None) -> list[Node]:
+    return [] if hidden is None else [hidden]
+
+
+def _check_ranks(call: SdpaCall) -> None:
+    ranks = {len(shape_of(node)) for node in (call.q, call.k, call.v)}
+    if ranks not in ({2}, {3}, {4}):
+        raise Refused(
+            "FORM_UNSUPPORTED",
+            "q, k and v must all have three or four axes",
+            f"ranks {sorted(ranks)}",
+        )
+    if call.rank == 4 and number(shape_of(call.q)[1]) is None:
+        raise Refused(
+            "HEAD_DIM",
+            "the number of query heads is not a fixed number",
+            f"q has shape {shape_of(call.q)}",
+        )
+
+
+def _flattened_heads(frame: Frame, reads: Iterable[Read]) -> int | None:
+    """H of a first axis that is b*H + h; None when that axis is the batch alone."""
+    n = frame.b
+    divisors = {
+        int(atom.args[0].as_numer_denom()[1])
+        for read in reads
+        for entry in read.index
+        for atom in entry.atoms(sympy.floor)
+        if atom.args[0].as_numer_denom()[0] == n and number(atom.args[0].as_numer_denom()[1])
+    }
+    if len(divisors) == 1:
+        return divisors.pop()
+    inputs = [read for read in reads if not read.unread and n in _own_axes(read)]
+    if divisors or inputs:
+        return None
+    # the axis is used inside feature axes only: it is the heads, and there is no batch
+    return number(shape_of(frame.call.q)[0])
+
+
+def _own_axes(read: Read) -> set[Expr]:
+    return {entry for entry in read.index if entry.is_Symbol}
+
+
+def _group(frame: Frame, reads: list[Read]) -> int:
+    """Largest number of neighbouring query heads that read the same keys and values."""
+    entries = {entry for read in reads for entry in read.index if entry.has(frame.h)}
+    for group in sorted(sympy.divisors(frame.heads), reverse=True):
+        if all(_shared(frame, entry, group) for entry in entries):
+            return int(group)
+    return 1
+
+
+def _shared(frame: Frame, entry: Expr, group: int) -> bool:
+    """Whether `entry` is the same for all heads of a group."""
+    if group == 1:
+        return True
+    space = IndexSpace()
+    space.sizes.update(frame.space.sizes)
+    outer = space.index("h_group", sympy.Integer(frame.heads // group))
+    inner = space.index("h_inner", sympy.Integer(group))
+    return not _replaced(space, entry, {frame.h: outer * group + inner}).has(inner)
+
+
+def _replaced(space: IndexSpace, expr: Expr, values: dict[Expr, Expr]) -> Expr:
+    """`expr` with symbols replaced and every division done again."""
+    if isinstance(expr, sympy.floor):
+        numerator, n = expr.args[0].as_numer_denom()
+        return space.divmod(_replaced(space, numerator, values), n)[0]
+    if isinstance(expr, sympy.Mod):
+        return space.divmod(_replaced(space, expr.args[0], values), expr.args[1])[1]
+    if expr.args:
+        return sympy.expand(expr.func(*(_replaced(space, arg, values) for arg in expr.args)))
+    return values.get(expr, expr)
