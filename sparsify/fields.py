@@ -168,8 +168,8 @@ def _what(found: ErrorDetails) -> str:
     return f"is {given}; expected {expected or found['msg']}"
 
 
-PositiveInt = Annotated[int, BeforeValidator(_whole(1, 2**31 - 1)), Field(ge=1)]
-TopK = Annotated[int, BeforeValidator(_whole(1, 10**6)), Field(ge=1, le=10**6)]
-Context = Annotated[int, BeforeValidator(_whole(0, 2**62)), Field(ge=0)]
-Fraction = Annotated[float, BeforeValidator(_real(0, 1)), Field(ge=0, le=1)]
-NonNegative = Annotated[float, BeforeValidator(_real(0, math.inf)), Field(ge=0)]
+PositiveInt = Annotated[int, Field(ge=1, le=2**31 - 1), BeforeValidator(_whole(1, 2**31 - 1))]
+TopK = Annotated[int, Field(ge=1, le=10**6), BeforeValidator(_whole(1, 10**6))]
+Context = Annotated[int, Field(ge=0), BeforeValidator(_whole(0, 2**62))]
+Fraction = Annotated[float, Field(ge=0, le=1), BeforeValidator(_real(0, 1))]
+NonNegative = Annotated[float, Field(ge=0), BeforeValidator(_real(0, math.inf))]

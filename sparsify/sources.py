@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import logging
 import os
 import re
 import sys
@@ -27,6 +28,8 @@ __all__ = ["DTYPES", "LoadedModel", "load_model"]
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 HF_EXTRA = 'Run: pip install "sparsify-attention[hf]"'
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
+
+_log = logging.getLogger(__name__)
 
 Kind = Literal["hf", "gguf", "python", "sparsified"]
 Progress = Callable[[str], None]
@@ -350,9 +353,12 @@ def _tokenizer(transformers: Any, folder: Path, want: _Wanted, **options: Any) -
             folder, local_files_only=True, trust_remote_code=False, **options
         )
     except Exception as error:
-        raise UsageError(
-            f"The tokenizer of {folder} cannot be read: {_first_line(error)}"
-        ) from error
+        said = f"The tokenizer of {folder} cannot be read: {_first_line(error)}"
+        if not options:
+            raise UsageError(said) from error
+        # transformers converts some kinds of GGUF tokenizers only; the model is usable without.
+        _log.warning("%s; going on without it", said)
+        return None
 
 
 @contextmanager

@@ -57,8 +57,13 @@ def _site_row(site: AttentionSite) -> tuple[str, ...]:
         size,
         _mask(site.mask),
         site.phase.value,
-        site.source,
+        _file(site.source),
     )
+
+
+def _file(source: str) -> str:
+    """File and line without the folders, which `--explain` and `--json` have."""
+    return source.rsplit("/", 1)[-1]
 
 
 def _mask(mask: MaskProof) -> str:
@@ -74,7 +79,7 @@ def _refusals(refusals: Sequence[Refusal]) -> Table:
 
 
 def _refusal_row(refusal: Refusal) -> tuple[str, ...]:
-    return (refusal.code, refusal.message, refusal.hint, refusal.source)
+    return (refusal.code, refusal.message, refusal.hint, _file(refusal.source))
 
 
 def explain(found: AttentionSite | Refusal) -> list[RenderableType]:
