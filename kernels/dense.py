@@ -83,14 +83,14 @@ def attend_backward(
     grad_GRTV = grad_GRTV.masked_fill(soft.dead, 0.0)
     grad_lse = grad_lse_GRT[..., None].masked_fill(soft.dead, 0.0)
     p = soft.weights.div_(soft.total.masked_fill(soft.dead, 1.0))
-    _clear(p, mask, soft.total)
+    _clear(p, mask, soft.dead, soft.total)
     grad_v = _over_queries(p, mask, grad_GRTV)
     dp = _by_group(grad_GRTV, v_GLV.mT)
-    _clear(dp, mask, dp)
+    _clear(dp, mask, soft.dead, dp)
     delta = (p * dp).sum(-1, keepdim=True)
     ds = dp.sub_(delta - grad_lse).mul_(p)
-    _clear(ds, mask, delta)
-    grad_q = _over_keys(ds, mask, k_GLD) * scale
+    _clear(ds, mask, soft.dead, delta)
+    grad_q = _over_keys(ds, mask, k_GLD).masked_fill_(soft.dead, 0.0) * scale
     grad_k = _over_queries(ds, mask, q_GRTD) * scale
     return TileGrads(grad_q, grad_k, grad_v, lse_GRT)
 
@@ -147,10 +147,10 @@ def _guarded(w_GML: Tensor, keep_GML: Tensor, x_GLV: Tensor) -> Tensor:
     return out.masked_fill(nan | (plus & minus), float("nan"))
 
 
-def _clear(x: Tensor, mask: TileMask, cause: Tensor) -> None:
-    """Zero pairs that do not count, where a non-finite `cause` may have reached them."""
+def _clear(x: Tensor, mask: TileMask, dead: Tensor, cause: Tensor) -> None:
+    """Zero pairs that do not count, or of dead rows, if a non-finite `cause` may have hit them."""
     if not _finite(cause):
-        x.masked_fill_(~mask.keep(), 0.0)
+        x.masked_fill_(~mask.keep() | dead, 0.0)
 
 
 def _finite(x: Tensor) -> bool:

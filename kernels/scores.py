@@ -22,6 +22,7 @@ from sparsify.kernels.ranking import best_blocks
 __all__ = [
     "Chooser",
     "Scorer",
+    "mean_keys",
     "moba_chooser",
     "moba_scorer",
     "msa_chooser",
