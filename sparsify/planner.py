@@ -19,7 +19,14 @@ from sparsify.policy import MSA, Auto, Dense, LayerRule, MoBA, Policy
 from sparsify.report import PairCount, SiteReport, SparsifyReport, VerificationReport
 from sparsify.versions import package_versions
 
-__all__ = ["CONTEXTS", "build_report", "execution_order", "make_plan", "planned_pairs"]
+__all__ = [
+    "CONTEXTS",
+    "build_report",
+    "check_plan",
+    "execution_order",
+    "make_plan",
+    "planned_pairs",
+]
 
 CONTEXTS = (4096, 32_768, 131_072)
 
@@ -56,6 +63,28 @@ def make_plan(
         for item, (method, because) in zip(found, choices, strict=True)
     ]
     return Plan(tuple(layers), policy.to_json(), model)
+
+
+def check_plan(plan: Plan, sites: Sequence[AttentionSite], refusals: Sequence[Refusal]) -> None:
+    """Hold a ready plan against the facts of a model.
+
+    Raises:
+        UsageError: it rewrites a site that is not proved, or leaves out or invents one.
+    """
+    proved = {site_key(site.fqn, site.ordinal) for site in sites}
+    refused = {site_key(r.fqn, r.ordinal): r for r in refusals if r.code != "NOT_ATTENTION"}
+    for layer in plan:
+        name = site_name(layer.fqn, layer.ordinal)
+        if layer.key not in proved and layer.key not in refused:
+            raise UsageError(f"The plan names {name}, where the model has no attention.")
+        if layer.sparse and layer.key not in proved:
+            refusal = refused[layer.key]
+            raise UsageError(
+                f"The plan rewrites {name}, which is not proved ({refusal.code}: {refusal.message})."
+            )
+    missing = sorted((proved | refused.keys()) - plan.by_key().keys(), key=_natural)
+    if missing:
+        raise UsageError(f"The plan says nothing of {missing[0].removesuffix('#0')}.")
 
 
 def execution_order(

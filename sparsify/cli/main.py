@@ -98,6 +98,13 @@ def _fail(text: str, code: int) -> int:
     return code
 
 
+class _Stderr(logging.Handler):
+    """Records go where stderr is at that moment (a progress bar replaces it for a while)."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        streams.tell(f"sparsify: {record.levelname}: {record.getMessage()}")
+
+
 def _set_up_logging() -> None:
     """Logs of this package to stderr; no downloads, and no progress bars but our own."""
     for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_HUB_DISABLE_TELEMETRY"):
@@ -106,10 +113,8 @@ def _set_up_logging() -> None:
         os.environ.setdefault(name, "1")
     level = logging.getLevelNamesMapping().get(settings.log_level())
     logger = logging.getLogger("sparsify")
-    if not logger.handlers:
-        handler = logging.StreamHandler()
-        handler.setFormatter(logging.Formatter("sparsify: %(levelname)s: %(message)s"))
-        logger.addHandler(handler)
+    if not any(isinstance(handler, _Stderr) for handler in logger.handlers):
+        logger.addHandler(_Stderr())
     logger.setLevel(logging.WARNING if level is None else level)
     if level is None:
         logger.warning(

@@ -9,9 +9,19 @@ from typing import Annotated
 
 import typer
 
+from sparsify import settings
 from sparsify.errors import UsageError
 
-__all__ = ["DType", "Dtype", "Json", "Model", "parse_size", "parse_sizes"]
+__all__ = [
+    "DType",
+    "Dtype",
+    "Json",
+    "Model",
+    "is_within",
+    "parse_size",
+    "parse_sizes",
+    "parse_whole",
+]
 
 
 class DType(StrEnum):
@@ -37,6 +47,27 @@ Dtype = Annotated[
     typer.Option("--dtype", help="Data type to load weights in; auto keeps the checkpoint's."),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
+
+
+def check_settings() -> None:
+    """Refuse wrong environment variables before any long work.
+
+    Raises:
+        UsageError: one has an impossible value.
+    """
+    for read in (settings.impl, settings.disabled, settings.strict):
+        read()
+
+
+def parse_whole(text: str, what: str) -> int:
+    """A whole number; its range is judged by the policy.
+
+    Raises:
+        UsageError: anything else.
+    """
+    if re.fullmatch(r"[-+]?\d{1,15}", text.strip()) is None:
+        raise UsageError(f"{what} is {text!r}; expected a whole number.")
+    return int(text)
 
 
 def parse_size(text: str, what: str) -> int:

@@ -53,7 +53,8 @@ def validate(policy: Source, json: Json = False) -> None:
     if json:
         streams.show_json({"schema": 1, "valid": True, "policy": found.to_json()})
     else:
-        rules = f", {len(found.layers)} layer rules" if found.layers else ""
+        count = len(found.layers)
+        rules = f", {count} layer rule{'s' if count > 1 else ''}" if count else ""
         streams.write(f"{policy} is a valid policy: {found.method.name}{rules}")
 
 

@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from sparsify.cli import render, streams
-from sparsify.cli.options import DType, Dtype, Json, Model, is_within, parse_size
+from sparsify.cli.options import (
+    DType,
+    Dtype,
+    Json,
+    Model,
+    check_settings,
+    is_within,
+    parse_size,
+    parse_whole,
+)
 from sparsify.errors import NothingToDoError, UsageError
 from sparsify.files import check_target
 
@@ -50,8 +59,8 @@ class _Short:
 
     method: MethodName | None
     block_size: str | None
-    topk: int | None
-    dense_last: int | None
+    topk: str | None
+    dense_last: str | None
     decode: DecodeMode | None
     indexer: Indexer | None
 
@@ -75,10 +84,13 @@ def rewrite(
         str | None, typer.Option("--block-size", metavar="N", help="Tokens of a block: 64, 4k.")
     ] = None,
     topk: Annotated[
-        int | None, typer.Option("--topk", help="Blocks that a query reads, its own one included.")
+        str | None,
+        typer.Option(
+            "--topk", metavar="K", help="Blocks that a query reads, its own one included."
+        ),
     ] = None,
     dense_last: Annotated[
-        int | None, typer.Option("--dense-last", metavar="N", help="Keep the last N layers dense.")
+        str | None, typer.Option("--dense-last", metavar="N", help="Keep the last N layers dense.")
     ] = None,
     decode: Annotated[
         DecodeMode | None, typer.Option("--decode", help="How single new tokens attend.")
@@ -97,6 +109,7 @@ def rewrite(
 
     Exactly one of --policy, --plan and --method (with --block-size and --topk) says how.
     """
+    check_settings()
     short = _Short(method, block_size, topk, dense_last, decode, indexer)
     wanted = _wanted(policy, plan, short)
     if not dry_run:
@@ -105,11 +118,7 @@ def rewrite(
         from sparsify.sources import load_model
 
         loaded = load_model(model, dtype=dtype.value, with_tokenizer=not dry_run, progress=say)
-        done = (
-            _plan_only(loaded, wanted, say)
-            if dry_run
-            else _write(loaded, wanted, output, force, say)
-        )
+        done = _work(loaded, wanted, None if dry_run else output, force, say)
     streams.show_json(done.to_json()) if json else streams.show(*render.report(done))
     if dry_run and not done.counts["rewritten"]:
         raise NothingToDoError(f"Nothing would be rewritten in {done.model}.")
@@ -157,10 +166,11 @@ def _short_policy(short: _Short) -> Policy:
     method: dict[str, Any] = {
         "name": str(short.method),
         "block_size": parse_size(str(short.block_size), "--block-size"),
-        "topk": short.topk,
+        "topk": parse_whole(str(short.topk), "--topk"),
         "decode": str(short.decode or DecodeMode.SPARSE),
     }
-    return Policy.from_json({"method": method, "dense_last": short.dense_last or 0})
+    dense_last = parse_whole(short.dense_last or "0", "--dense-last")
+    return Policy.from_json({"method": method, "dense_last": dense_last})
 
 
 def _check_output(output: Path | None, model: str, force: bool) -> Path:
@@ -173,40 +183,31 @@ def _check_output(output: Path | None, model: str, force: bool) -> Path:
     return output
 
 
-def _plan_only(loaded: LoadedModel, wanted: Any, say: Any) -> SparsifyReport:
+def _work(
+    loaded: LoadedModel, wanted: Policy | Plan, output: Path | None, force: bool, say: Any
+) -> SparsifyReport:
+    """Prove, plan, and unless this is a dry run (no output) rewrite and write."""
     from sparsify import api, planner
     from sparsify.plans import Plan
 
-    found = _inspect(loaded, say)
-    plan = wanted if isinstance(wanted, Plan) else api.plan(found, wanted)
-    return planner.build_report(
-        found.sites, found.refusals, plan, model=found.model, notes=found.notes
-    )
-
-
-def _write(
-    loaded: LoadedModel, wanted: Any, output: Path | None, force: bool, say: Any
-) -> SparsifyReport:
-    from sparsify import api
-    from sparsify.plans import Plan
-
-    assert output is not None
-    is_plan = isinstance(wanted, Plan)
+    found = api.inspect(loaded.model, loaded.args, loaded.kwargs, name=loaded.name, progress=say)
+    if isinstance(wanted, Plan):
+        plan = wanted
+        planner.check_plan(plan, found.sites, found.refusals)
+    else:
+        plan = api.plan(found, wanted)
+    if output is None:
+        return planner.build_report(
+            found.sites, found.refusals, plan, model=found.model, notes=found.notes
+        )
     result = api.sparsify(
         loaded.model,
-        None if is_plan else wanted,
-        loaded.args,
-        loaded.kwargs,
-        plan=wanted if is_plan else None,
-        inspection=_inspect(loaded, say),
+        args=loaded.args,
+        kwargs=loaded.kwargs,
+        plan=plan,
+        inspection=found,
         inplace=True,
         progress=say,
     )
     api.export(result, output, tokenizer=loaded.tokenizer, force=force, progress=say)
     return result.report
-
-
-def _inspect(loaded: LoadedModel, say: Any) -> Any:
-    from sparsify import api
-
-    return api.inspect(loaded.model, loaded.args, loaded.kwargs, name=loaded.name, progress=say)

@@ -28,7 +28,7 @@ __all__ = [
     "write",
 ]
 
-PIPE_WIDTH = 120
+PIPE_WIDTH = 200
 
 _results: ContextVar[TextIO | None] = ContextVar("results", default=None)
 

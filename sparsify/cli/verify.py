@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from sparsify.cli import render, streams
-from sparsify.cli.options import Json, parse_sizes
+from sparsify.cli.options import Json, check_settings, parse_sizes
 from sparsify.documents import read_text
 from sparsify.errors import UsageError, VerificationError
 from sparsify.files import check_target, output_file
@@ -55,6 +55,7 @@ def verify(
     json: Json = False,
 ) -> int:
     """Check the rewritten model in DIR against its original."""
+    check_settings()
     lengths = None if seq is None else parse_sizes(seq, "--seq")
     names = None if checks is None else [c.strip().upper() for c in checks.split(",") if c.strip()]
     samples = None if prompts is None else read_prompts(prompts)

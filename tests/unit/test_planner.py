@@ -6,7 +6,13 @@ import pytest
 
 from sparsify.cost_model.counts import attended_pairs, dense_pairs
 from sparsify.errors import CaptureError, NothingToDoError, UsageError
-from sparsify.planner import build_report, execution_order, make_plan, planned_pairs
+from sparsify.planner import (
+    build_report,
+    check_plan,
+    execution_order,
+    make_plan,
+    planned_pairs,
+)
 from sparsify.plans import LayerPlan, Plan
 from sparsify.policy import Policy
 from sparsify.report import SparsifyReport
@@ -207,3 +213,15 @@ def test_the_report_of_a_plan_without_facts():
     plan = make_plan(Policy.moba(**MOBA), make_sites(1), [])
     (site,) = build_report([], [], plan).sites
     assert site.q_heads is None and site.status == "rewritten"
+
+
+def test_a_ready_plan_is_held_against_the_model():
+    sites, refused = make_sites(2), [make_refusal("model.layers.2.self_attn")]
+    plan = make_plan(Policy.moba(**MOBA), sites, refused)
+    check_plan(plan, sites, refused)
+    with pytest.raises(UsageError, match=r"names model\.layers\.2\.self_attn, where"):
+        check_plan(plan, sites, [])
+    with pytest.raises(UsageError, match=r"rewrites model\.layers\.1\.self_attn, .*SLIDING_WINDOW"):
+        check_plan(plan, sites[:1], [make_refusal("model.layers.1.self_attn"), *refused])
+    with pytest.raises(UsageError, match=r"says nothing of model\.layers\.2\.self_attn\."):
+        check_plan(Plan(plan.layers[:2]), sites, refused)

@@ -1,0 +1,198 @@
+"""Exit codes, messages and streams of the command line as a whole."""
+
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+
+from sparsify import errors
+from sparsify.cli import main as cli_main
+from sparsify.cli import streams
+from tests._util.commands import ROOT, environment, finish, spawn_cli
+
+
+def test_version_and_help(cli):
+    code, out, err = cli("--version")
+    assert (code, err) == (0, "") and out.startswith("sparsify ")
+    for words in (["--help"], ["-h"], ["inspect", "--help"], ["policy", "--help"]):
+        code, out, err = cli(*words)
+        assert code == 0 and "Usage: sparsify" in out and err == ""
+
+
+def test_the_verbs_are_these(cli):
+    """Frozen: a verb or option that goes away breaks scripts."""
+    _, out, _ = cli("--help")
+    listed = out.split("Commands:")[1].split()
+    for verb in ("inspect", "rewrite", "verify", "policy", "doctor"):
+        assert verb in listed
+    options = {
+        "inspect": ["--seq", "--explain", "--json", "--debug", "--dtype"],
+        "rewrite": ["--policy", "--plan", "--method", "--block-size", "--topk", "--dense-last",
+                    "--decode", "--indexer", "-o", "--dry-run", "--force", "--json", "--dtype"],
+        "verify": ["--against", "--prompts", "--seq", "--checks", "--dump-selection", "--json"],
+        "doctor": ["--json"],
+    }  # fmt: skip
+    for verb, names in options.items():
+        _, out, _ = cli(verb, "--help")
+        assert all(name in out for name in names), verb
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        (["estimate", "m"], "No such command 'estimate'"),
+        (["inspec"], "No such command 'inspec'"),
+        (["inspect"], "Missing argument 'MODEL'"),
+        (["inspect", "a", "b"], "unexpected extra argument"),
+        (["inspect", "a", "--jsn"], "No such option"),
+        (["inspect", "none/here/at/all"], "There is no file or folder"),
+        (["policy", "nothing"], "No such command"),
+    ],
+)
+def test_usage_errors_are_one_line(cli, words, part):
+    code, out, err = cli(*words)
+    assert code == 2 and out == "" and part in err
+    assert err.startswith("sparsify: ") and len(err.strip().splitlines()) == 1
+
+
+ERRORS = [
+    (errors.UsageError, 2),
+    (errors.ArtefactError, 2),
+    (errors.NothingToDoError, 3),
+    (errors.VerificationError, 4),
+    (errors.CaptureError, 5),
+    (errors.StrictError, 5),
+    (errors.MissingExtraError, 6),
+    (errors.UnknownGpuError, 7),
+    (errors.InfeasibleError, 8),
+]
+
+
+def failing(monkeypatch, error):
+    def raise_it(*_):
+        raise error
+
+    monkeypatch.setattr("sparsify.policy.load_policy", raise_it)
+    return ["policy", "show", "x"]
+
+
+@pytest.mark.parametrize(("kind", "code"), ERRORS)
+def test_every_error_has_its_exit_code(cli, monkeypatch, kind, code):
+    words = failing(monkeypatch, kind("Something is wrong.", "Do this."))
+    assert cli(*words) == (code, "", "sparsify: Something is wrong. Do this.\n")
+
+
+def test_internal_errors_have_no_traceback_unless_asked(cli, monkeypatch):
+    words = failing(monkeypatch, ZeroDivisionError("a\nb"))
+    code, out, err = cli(*words)
+    assert (code, out) == (1, "") and "Traceback" not in err
+    assert err == (
+        "sparsify: internal error: ZeroDivisionError: a b; "
+        "run with SPARSIFY_LOG_LEVEL=DEBUG for the traceback\n"
+    )
+    monkeypatch.setenv("SPARSIFY_LOG_LEVEL", "debug")
+    code, _, err = cli(*words)
+    assert code == 1 and "Traceback" in err
+
+
+def test_an_interrupt_is_130(cli, monkeypatch):
+    words = failing(monkeypatch, KeyboardInterrupt())
+    assert cli(*words)[0] == 130
+
+
+def test_a_wrong_log_level_is_told(cli, monkeypatch):
+    monkeypatch.setenv("SPARSIFY_LOG_LEVEL", "loud")
+    code, _, err = cli("policy", "show")
+    assert code == 0 and "SPARSIFY_LOG_LEVEL is 'LOUD'" in err
+
+
+def test_a_wrong_setting_is_a_usage_error(cli, monkeypatch, llama, tmp_path):
+    monkeypatch.setenv("SPARSIFY_IMPL", "cuda")
+    words = ("--method", "moba", "--block-size", "4", "--topk", "1", "-o", tmp_path / "out")
+    code, _, err = cli("rewrite", llama, *words)
+    assert code == 2 and "SPARSIFY_IMPL is 'cuda'" in err and not (tmp_path / "out").exists()
+
+
+def test_a_reader_that_goes_away_is_no_error():
+    command = f"{sys.executable} -m sparsify.cli.main policy schema | head -1"
+    done = subprocess.run(
+        command,
+        shell=True,
+        cwd=ROOT,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout == "{\n" and done.stderr == ""
+
+
+def test_closed_streams_do_not_break_a_command():
+    for redirect in (">&-", "2>&-", ">&- 2>&-"):
+        command = f"{sys.executable} -m sparsify.cli.main policy show kimi-1m {redirect}"
+        done = subprocess.run(
+            command, shell=True, cwd=ROOT, env=environment(), capture_output=True, check=False
+        )
+        assert b"Traceback" not in done.stderr
+
+
+def test_what_c_code_prints_goes_to_stderr():
+    code = """
+import os, sys
+from sparsify.cli import streams
+with streams.own_stdout(), streams.working():
+    os.write(1, b"from C\\n")
+    with streams.progress() as say:
+        print("from a library")
+        say("a stage")
+    streams.show_json({"a": 1})
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment(), capture_output=True, text=True, check=True
+    )
+    assert json.loads(done.stdout) == {"a": 1}
+    assert "from C" in done.stderr and "from a library" in done.stderr and "a stage" in done.stderr
+
+
+def test_help_is_quick():
+    best = 9.0
+    for _ in range(3):
+        started = time.perf_counter()
+        code, out, _ = finish(spawn_cli("--help"))
+        best = min(best, time.perf_counter() - started)
+        assert code == 0 and "Usage" in out
+    assert best < 1.0
+
+
+def test_a_terminal_gets_a_bar_and_a_pipe_plain_lines(monkeypatch, capsys):
+    import os
+    import pty
+
+    with streams.progress() as say:
+        say("first")
+    err = capsys.readouterr().err
+    assert "first" in err and "\x1b" not in err and "\r" not in err
+    main_end, terminal = pty.openpty()
+    code = """
+from sparsify.cli import streams
+with streams.progress(stages=2) as say:
+    say("first"); say("second")
+"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stderr=terminal, env=environment(TERM="xterm")
+    )
+    assert process.wait(timeout=60) == 0
+    seen = os.read(main_end, 65536).decode()
+    os.close(main_end)
+    os.close(terminal)
+    assert "second" in seen and "\x1b" in seen
+
+
+def test_run_ends_the_process_with_the_code(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["sparsify", "policy", "show", "none"])
+    monkeypatch.setattr(streams, "own_stdout", streams.working)
+    with pytest.raises(SystemExit) as caught:
+        cli_main.run()
+    assert caught.value.code == 2
