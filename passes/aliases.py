@@ -12,12 +12,14 @@ from torch.fx import Graph, Node
 
 from sparsify.passes.graphs import aten, is_tensor, op_name
 
-__all__ = ["base_of", "changed_in_place", "is_in_place", "mutations_of", "written"]
-
-
-def is_in_place(node: Node) -> bool:
-    """Whether the operator writes to one of its arguments."""
-    return written(node) is not None
+__all__ = [
+    "aliases_of",
+    "base_of",
+    "changed_in_place",
+    "is_certain_view",
+    "mutations_of",
+    "written",
+]
 
 
 def written(node: Node) -> Node | None:
@@ -63,6 +65,22 @@ _MAYBE_VIEWS = aten(
     "reshape contiguous to flatten type_as reshape_as expand_as view_as movedim unflatten "
     "chunk narrow dropout float half ravel swapaxes broadcast_to"
 )
+
+
+def is_certain_view(node: Node) -> bool:
+    """Whether the operator always returns a view of its first argument (reshape may copy)."""
+    target = node.target
+    if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload):
+        return False
+    if op_name(node) in _MAYBE_VIEWS or torch.Tag.maybe_aliasing_or_mutating in target.tags:
+        return False
+    returns = target._schema.returns
+    return len(returns) == 1 and returns[0].alias_info is not None and written(node) is None
+
+
+def aliases_of(graph: Graph, base: Node) -> list[Node]:
+    """All nodes that may share memory with `base`, itself included, in order."""
+    return [node for node in graph.nodes if base_of(node) is base]
 
 
 def mutations_of(nodes: Collection[Node], before: Node) -> Iterator[Node]:

@@ -22,6 +22,7 @@ from sparsify.passes.dims import (
     Attempt,
     attempts,
     doubled,
+    example_sizes,
     found_dims,
     own_shapes,
     specialised,
@@ -38,7 +39,8 @@ class Captured:
     `parameters`, `buffers` and `constants` map a placeholder's name to the name of the state it
     stands for; `inputs` are the placeholders of the user's tensors, in order. `dynamic` maps an
     input to its dynamic dims and their symbols; `specialised` says which tried dims became fixed.
-    `ranges` maps a symbol's name to its smallest and largest size (None: unlimited).
+    `ranges` maps a symbol's name to its smallest and largest size (None: unlimited), `examples` to
+    its size in the example. `flags` are the true boolean inputs, which the capture froze.
     """
 
     name: str
@@ -50,6 +52,8 @@ class Captured:
     dynamic: Mapping[str, Mapping[int, str]]
     specialised: tuple[str, ...]
     ranges: Mapping[str, tuple[int, int | None]]
+    examples: Mapping[str, int]
+    flags: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     cache: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
@@ -141,9 +145,12 @@ def _captured(
     tried: list[tuple[Attempt, Exception]],
 ) -> Captured:
     names: dict[InputKind, dict[str, str]] = {kind: {} for kind in InputKind}
-    users = []
+    users: list[str] = []
+    flags = []
     for spec in program.graph_signature.input_specs:
         if not isinstance(spec.arg, TensorArgument):
+            if getattr(spec.arg, "value", None) is True:
+                flags.append(f"{spec.arg.name} is True, as captured")
             continue
         if spec.kind == InputKind.USER_INPUT:
             users.append(spec.arg.name)
@@ -165,6 +172,8 @@ def _captured(
         dynamic=found_dims(program, users),
         specialised=fixed,
         ranges=_ranges(program),
+        examples=example_sizes(program, inputs),
+        flags=tuple(flags),
         notes=(*notes, *fixed),
     )
 

@@ -15,11 +15,12 @@ import sympy
 from torch.fx import Node
 
 from sparsify.ir import StreamProof
-from sparsify.passes.dominators import VIEWS, Dataflow
+from sparsify.passes.dominators import Dataflow
 from sparsify.passes.frame import Frame
-from sparsify.passes.graphs import dtype_of, op_name, shape_of
+from sparsify.passes.graphs import dtype_of, shape_of
 from sparsify.passes.reads import Part, Read, Reader
 from sparsify.passes.refused import Refused
+from sparsify.passes.separate import separate_stream
 
 __all__ = ["Dataflow", "Stream", "prove_stream"]
 
@@ -50,7 +51,7 @@ def prove_stream(
         Refused: CROSS_ATTENTION, NOT_SELF_ATTENTION or SOFTMAX_AXIS, with what was read.
     """
     if hidden is None:
-        return _separate_inputs(frame, flow)
+        return Stream(separate_stream(frame.call, flow, bool(frame.tie)), None)
     walks = {name: _Walk(frame, name, hidden, causal) for name in ("q", "k", "v")}
     for walk in walks.values():
         walk.check_readable(flow)
@@ -211,34 +212,6 @@ def _check_axes(frame: Frame, hidden: Node, axis: int | None, walks: dict[str, _
                 )
 
 
-def _separate_inputs(frame: Frame, flow: Dataflow) -> Stream:
-    """q, k and v share nothing: three model inputs of one length are taken at their word."""
-    call = frame.call
-    sources = [flow.inputs_of(node) for node in (call.q, call.k, call.v)]
-    if not all(sources):
-        missing = [n for n, s in zip(("q", "k", "v"), sources, strict=True) if not s]
-        raise _not_self(f"{' and '.join(missing)} do not depend on the model's inputs")
-    if _are_bare(call.q, call.k, call.v) and call.q_len == call.kv_len:
-        names = ", ".join(sorted(node.name for source in sources for node in source))
-        text = f"the model inputs {names} are queries, keys and values of one token stream"
-        return Stream(StreamProof(source=None, assumptions=(text,)), None)
-    raise Refused(
-        "CROSS_ATTENTION",
-        "keys and values do not come from the queries' token stream",
-        f"q from {_names(sources[0])}; k from {_names(sources[1])}; v from {_names(sources[2])}",
-    )
-
-
-def _are_bare(*nodes: Node) -> bool:
-    """Whether q, k and v are three model inputs, seen through views only."""
-    bases = []
-    for node in nodes:
-        while node.op == "call_function" and op_name(node) in VIEWS:
-            node = node.all_input_nodes[0]
-        bases.append(node)
-    return all(base.op == "placeholder" for base in bases) and len(set(bases)) == 3
-
-
 def _not_self(evidence: str) -> Refused:
     return Refused(
         "NOT_SELF_ATTENTION",
@@ -249,7 +222,3 @@ def _not_self(evidence: str) -> Refused:
 
 def _listed(entries: Iterable[Expr]) -> str:
     return "{" + ", ".join(sorted({str(entry) for entry in entries})) + "}"
-
-
-def _names(nodes: Iterable[Node]) -> str:
-    return ", ".join(sorted(node.name for node in nodes)) or "no input"

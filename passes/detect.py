@@ -6,6 +6,7 @@ later site can build on an earlier one.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,20 +16,25 @@ from torch.fx import Node
 
 from sparsify.ir import AttentionSite, MaskProof, Refusal, site_key
 from sparsify.passes.aliases import changed_in_place
+from sparsify.passes.anchors import find_anchors
 from sparsify.passes.capture import Captured
 from sparsify.passes.dataflow import Dataflow, Stream, prove_stream
 from sparsify.passes.frame import Frame
-from sparsify.passes.graphs import module_path, number, source_of
+from sparsify.passes.graphs import number, source_of
 from sparsify.passes.heads import framed, head_layout
 from sparsify.passes.mask_proof import prove_mask
 from sparsify.passes.matchers import sdpa
 from sparsify.passes.matchers.sdpa import SdpaCall
+from sparsify.passes.normalize import normalize
 from sparsify.passes.phase import phase_of
 from sparsify.passes.refused import Refused
+from sparsify.passes.separate import equal_lengths
 
 __all__ = ["Detection", "attention_nodes", "detect"]
 
 Expr = Any
+# what a mask may be refused for that says less than "this is no self-attention"
+WEAK_CODES = ("NOT_CAUSAL", "MASK_UPPER_LEFT")
 
 
 @dataclass(frozen=True)
@@ -45,30 +51,33 @@ class Detection:
 
 def detect(captured: Captured) -> Detection:
     """Find all attention of a captured model and prove what each site computes."""
+    anchors = find_anchors(normalize(captured))
     prover = _Prover(captured)
     sites: list[AttentionSite] = []
     refusals: list[Refusal] = []
     order = []
-    for (fqn, ordinal), node in attention_nodes(captured).items():
+    for anchor in anchors.attention:
+        fqn, ordinal = anchor.fqn, anchor.ordinal
         order.append(site_key(fqn, ordinal))
         try:
-            sites.append(prover.site(node, fqn, ordinal))
+            if anchor.reason is not None:
+                raise anchor.reason
+            sites.append(prover.site(anchor.node, fqn, ordinal))
         except Refused as reason:
-            refusals.append(_refusal(reason, node, fqn, ordinal))
-    return Detection(tuple(sites), tuple(refusals), (), tuple(order))
+            refusals.append(_refusal(reason, anchor.node, fqn, ordinal))
+    lookalikes = tuple(
+        _refusal(anchor.reason, anchor.node, anchor.fqn, anchor.ordinal)
+        for anchor in anchors.lookalikes
+        if anchor.reason is not None
+    )
+    return Detection(tuple(sites), tuple(refusals), (), tuple(order), lookalikes)
 
 
 def attention_nodes(captured: Captured) -> dict[tuple[str, int], Node]:
-    """Every attention call of the graph by module path and order inside that module."""
-    counts: dict[str, int] = {}
-    out = {}
-    for node in captured.graph.nodes:
-        if sdpa.is_anchor(node):
-            fqn = module_path(node)
-            ordinal = counts.get(fqn, 0)
-            counts[fqn] = ordinal + 1
-            out[fqn, ordinal] = node
-    return out
+    """The node of every attention call, by module path and order inside that module, in
+    execution order. The graph is normalised first: the nodes are those of the normalised graph."""
+    found = find_anchors(normalize(captured)).attention
+    return {(anchor.fqn, anchor.ordinal): anchor.node for anchor in found}
 
 
 def _refusal(reason: Refused, node: Node, fqn: str, ordinal: int) -> Refusal:
@@ -97,10 +106,11 @@ class _Prover:
         _check_call(call)
         hidden = self.flow.common_source([call.q, call.k, call.v])
         frame = framed(call, hidden)
+        if hidden is None:
+            frame = dataclasses.replace(frame, tie=equal_lengths(self.captured, call))
         scale = _scale(call)
         mask, stream = self._mask_and_stream(frame, hidden)
         heads = head_layout(frame, hidden)
-        offset = sympy.expand(call.kv_len - call.q_len)
         self.causal.add(node)
         return AttentionSite(
             fqn=fqn,
@@ -110,9 +120,9 @@ class _Prover:
             scale=scale,
             mask=mask,
             stream=stream.proof,
-            phase=phase_of(call, stream.proof, offset),
-            q_len=_length(call.q_len),
-            kv_len=_length(call.kv_len),
+            phase=phase_of(frame, stream.proof),
+            q_len=_length(frame.q_len),
+            kv_len=_length(frame.kv_len),
             source=source_of(node),
         )
 
@@ -121,22 +131,21 @@ class _Prover:
         mask = _outcome(lambda: self._mask(frame))
         stream = _outcome(lambda: prove_stream(frame, self.flow, hidden, self.causal))
         if isinstance(mask, Refused):
-            weak = mask.code == "NOT_CAUSAL" and isinstance(stream, Refused)
+            weak = mask.code in WEAK_CODES and isinstance(stream, Refused)
             raise stream if weak else mask
         if isinstance(stream, Refused):
             raise stream
-        shift = sympy.expand(frame.call.kv_len - frame.call.q_len)
-        if stream.offset is not None and sympy.expand(stream.offset - shift) != 0:
+        if stream.offset is not None and sympy.expand(stream.offset - frame.shift) != 0:
             raise Refused(
                 "NOT_SELF_ATTENTION",
                 "the mask and the token stream place the queries differently",
-                f"query 0 stands at {stream.offset} of the stream, at {shift} of the mask",
+                f"query 0 stands at {stream.offset} of the stream, at {frame.shift} of the mask",
             )
         return mask, stream
 
     def _mask(self, frame: Frame) -> MaskProof:
         call = frame.call
-        key = (call.mask, bool(call.is_causal), call.q_len, call.kv_len, frame.lead)
+        key = (call.mask, bool(call.is_causal), frame.q_len, frame.kv_len, frame.lead)
         if key not in self.masks:
             self.masks[key] = _outcome(lambda: prove_mask(self.captured, frame, self.frozen))
         known = self.masks[key]

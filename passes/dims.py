@@ -16,7 +16,15 @@ import torch
 from torch.export import Dim, ExportedProgram
 from torch.utils import _pytree as pytree
 
-__all__ = ["Attempt", "attempts", "doubled", "found_dims", "own_shapes", "specialised"]
+__all__ = [
+    "Attempt",
+    "attempts",
+    "doubled",
+    "example_sizes",
+    "found_dims",
+    "own_shapes",
+    "specialised",
+]
 
 Tree = Any
 
@@ -103,21 +111,34 @@ def specialised(program: ExportedProgram, attempt: Attempt, inputs: Any) -> tupl
     """One sentence for every dim that was tried and became fixed."""
     if not callable(attempt.shapes):
         return ()
-    found = [
-        node.meta["val"]
-        for node in program.graph.find_nodes(op="placeholder")
-        if node.name in program.graph_signature.user_inputs
-    ]
-    names = [n for n in program.graph_signature.user_inputs if isinstance(n, str)]
     out = []
-    tensors = [value for value in found if isinstance(value, torch.Tensor)]
-    for name, value, example in zip(names, tensors, _tensors(*inputs), strict=False):
+    for name, value, example in _pairs(program, inputs):
         for dim in attempt.shapes(example) or {}:
             if not isinstance(value.shape[dim], torch.SymInt):
-                out.append(
-                    f"dim {dim} of {name} is fixed at {value.shape[dim]} by the model's code"
-                )
+                fixed = value.shape[dim]
+                out.append(f"dim {dim} of {name} is fixed at {fixed} by the model's code")
     return tuple(out)
+
+
+def example_sizes(program: ExportedProgram, inputs: Any) -> dict[str, int]:
+    """Every symbol that is a size of an input, with that size in the example."""
+    return {
+        str(size): int(example.shape[dim])
+        for _, value, example in _pairs(program, inputs)
+        for dim, size in enumerate(value.shape)
+        if isinstance(size, torch.SymInt)
+    }
+
+
+def _pairs(
+    program: ExportedProgram, inputs: Any
+) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+    """Name, captured value and example of every tensor input, in order."""
+    users = set(program.graph_signature.user_inputs)
+    nodes = [n for n in program.graph.find_nodes(op="placeholder") if n.name in users]
+    tensors = [n for n in nodes if isinstance(n.meta.get("val"), torch.Tensor)]
+    for node, example in zip(tensors, _tensors(*inputs), strict=True):
+        yield node.name, node.meta["val"], example
 
 
 def _tensors(*trees: Tree) -> list[torch.Tensor]:

@@ -5,7 +5,7 @@ All proofs of a site speak of the same element: row i of head h in batch b, and 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import sympy
@@ -27,7 +27,8 @@ class Frame:
     """Index symbols of a site, and what q, k, v and the mask are read at.
 
     `lead` holds the entries of the axes before [L, D] of q: (b, h), or (b*H + h) when heads are
-    flattened into the batch; `heads` is H.
+    flattened into the batch; `heads` is H. `tie` replaces the key length where queries and keys
+    are assumed to be equally many.
     """
 
     call: SdpaCall
@@ -37,7 +38,23 @@ class Frame:
     i: Expr
     j: Expr
     lead: Index
-    heads: int
+    heads: Expr
+    tie: dict[Expr, Expr] = field(default_factory=dict)
+
+    @property
+    def q_len(self) -> Expr:
+        """Queries."""
+        return self.call.q_len
+
+    @property
+    def kv_len(self) -> Expr:
+        """Keys; as many as queries where that is assumed."""
+        return self.call.kv_len.subs(self.tie)
+
+    @property
+    def shift(self) -> Expr:
+        """Position of query 0 among the keys when the last query sees the last key."""
+        return sympy.expand(self.kv_len - self.q_len)
 
     def q_index(self) -> Index:
         """Element of q: its feature is the symbol of its own axis."""
@@ -67,12 +84,12 @@ def make_frame(call: SdpaCall, heads: int | None = None) -> Frame:
     i, j = space.index("i", shape[-2]), space.index("j", shape_of(call.k)[-2])
     if call.rank >= 4:
         b, h = space.index("b", shape[0]), space.index("h", shape[-3])
-        return Frame(call, space, b, h, i, j, (b, h), int(shape[-3]))
+        return Frame(call, space, b, h, i, j, (b, h), shape[-3])
     if call.rank == 2:
         zero = sympy.Integer(0)
-        return Frame(call, space, zero, zero, i, j, (), 1)
+        return Frame(call, space, zero, zero, i, j, (), sympy.Integer(1))
     if heads is None:
         n = space.index("n", shape[0])
-        return Frame(call, space, n, sympy.Integer(0), i, j, (n,), 1)
+        return Frame(call, space, n, sympy.Integer(0), i, j, (n,), sympy.Integer(1))
     b, h = space.index("b", shape[0] / heads), space.index("h", sympy.Integer(heads))
-    return Frame(call, space, b, h, i, j, (sympy.expand(b * heads + h),), heads)
+    return Frame(call, space, b, h, i, j, (sympy.expand(b * heads + h),), sympy.Integer(heads))

@@ -32,7 +32,7 @@ def framed(call: SdpaCall, hidden: Node | None = None) -> Frame:
     `hidden` is the value through which q, k and v pass, where following them back ends.
 
     Raises:
-        Refused: HEAD_DIM for a head count that is not a number, FORM_UNSUPPORTED for other ranks.
+        Refused: FORM_UNSUPPORTED for ranks other than 2, 3 and 4.
     """
     _check_ranks(call)
     if call.rank != 3:
@@ -50,15 +50,20 @@ def head_layout(frame: Frame, hidden: Node | None = None) -> HeadLayout:
         Refused: HEAD_DIM when a size is not a number.
     """
     call = frame.call
-    sizes = {"head size": call.head_dim, "value size": call.value_dim}
+    sizes = {
+        "number of query heads": frame.heads,
+        "head size": call.head_dim,
+        "value size": call.value_dim,
+    }
     for what, size in sizes.items():
         if number(size) is None:
             raise Refused("HEAD_DIM", f"the {what} is not a fixed number", f"{what} = {size}")
+    heads = int(frame.heads)
     reader = Reader(frame.space, _stop(hidden))
     reads = reader.leaves(call.k, frame.kv_index(call.k, "k_feature"))
     reads += reader.leaves(call.v, frame.kv_index(call.v, "v_feature"))
     group = _group(frame, reads)
-    return HeadLayout(frame.heads, frame.heads // group, int(call.head_dim), int(call.value_dim))
+    return HeadLayout(heads, heads // group, int(call.head_dim), int(call.value_dim))
 
 
 def _stop(hidden: Node | None) -> list[Node]:
@@ -72,12 +77,6 @@ def _check_ranks(call: SdpaCall) -> None:
             "FORM_UNSUPPORTED",
             "q, k and v must all have three or four axes",
             f"ranks {sorted(ranks)}",
-        )
-    if call.rank == 4 and number(shape_of(call.q)[1]) is None:
-        raise Refused(
-            "HEAD_DIM",
-            "the number of query heads is not a fixed number",
-            f"q has shape {shape_of(call.q)}",
         )
 
 
@@ -107,7 +106,7 @@ def _own_axes(read: Read) -> set[Expr]:
 def _group(frame: Frame, reads: list[Read]) -> int:
     """Largest number of neighbouring query heads that read the same keys and values."""
     entries = {entry for read in reads for entry in read.index if entry.has(frame.h)}
-    for group in sorted(sympy.divisors(frame.heads), reverse=True):
+    for group in sorted(sympy.divisors(int(frame.heads)), reverse=True):
         if all(_shared(frame, entry, group) for entry in entries):
             return int(group)
     return 1
@@ -119,7 +118,7 @@ def _shared(frame: Frame, entry: Expr, group: int) -> bool:
         return True
     space = IndexSpace()
     space.sizes.update(frame.space.sizes)
-    outer = space.index("h_group", sympy.Integer(frame.heads // group))
+    outer = space.index("h_group", frame.heads / group)
     inner = space.index("h_inner", sympy.Integer(group))
     return not _replaced(space, entry, {frame.h: outer * group + inner}).has(inner)
 

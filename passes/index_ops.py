@@ -309,6 +309,48 @@ def _extreme(pick: Callable[..., Any]) -> Rule:
     return rule
 
 
+def _filled_in(ev: Evaluator, node: Node, index: Index) -> Value:
+    """fill and copy: the second argument, in the type of the first."""
+    return ev.values.cast(ev.operand(node.args[1], index), dtype_of(node))
+
+
+def _select_scatter(ev: Evaluator, node: Node, index: Index) -> Value:
+    source, piece = node.args[:2]
+    axis = _axis(argument(node, "dim"), len(index))
+    place = _from_start(expression(argument(node, "index")), shape_of(node)[axis])
+    here = ev.values.compare("eq", index[axis], place)
+    inner = ev.operand(piece, (*index[:axis], *index[axis + 1 :]))
+    return ev.values.choose(here, inner, ev.operand(source, index))
+
+
+def _slice_scatter(ev: Evaluator, node: Node, index: Index) -> Value:
+    source, piece = node.args[:2]
+    axis = _axis(argument(node, "dim", 0), len(index))
+    size = shape_of(node)[axis]
+    start = _from_start(expression(argument(node, "start") or 0), size)
+    if argument(node, "step", 1) != 1 or not isinstance(piece, Node):
+        raise Unreadable("a write with a step")
+    end = sympy.expand(start + shape_of(piece)[axis])
+    inside = sympy.And(
+        ev.values.compare("ge", index[axis], start), ev.values.compare("lt", index[axis], end)
+    )
+    at = (*index[:axis], sympy.expand(index[axis] - start), *index[axis + 1 :])
+    return ev.values.choose(inside, ev.operand(piece, at), ev.operand(source, index))
+
+
+def _axis(dim: int, rank: int) -> int:
+    return dim + rank if dim < 0 else dim
+
+
+def _from_start(place: Expr, size: Expr) -> Expr:
+    """A position counted from the start, negative ones included."""
+    if place.is_negative:
+        place = sympy.expand(size + place)
+    if not place.is_nonnegative:
+        raise Unreadable("a position that may be outside")
+    return place
+
+
 def _named(rule: Rule, *names: str) -> dict[str, Rule]:
     return {f"aten.{name}": rule for name in names}
 
@@ -345,6 +387,10 @@ RULES: dict[str, Rule] = {
     **_named(_masked_fill, "masked_fill"),
     **_named(_triangle("le"), "tril"),
     **_named(_triangle("ge"), "triu"),
+    **_named(_filled_in, "fill", "copy"),
+    **_named(_filled(0), "zero"),
+    **_named(_select_scatter, "select_scatter"),
+    **_named(_slice_scatter, "slice_scatter"),
     **_named(_to, "to", "_to_copy", "type_as", "float", "bool", "int", "long", "half"),
     **_named(_concat, "cat", "concat"),
     **_named(_stack, "stack"),

@@ -44,34 +44,38 @@ def prove_mask(captured: Captured, frame: Frame, frozen: frozenset[Any] = frozen
     """
     call = frame.call
     if call.mask is None:
-        return _without_tensor(frame)
+        return _without_tensor(captured, frame)
     if call.is_causal:
         raise Refused("FORM_UNSUPPORTED", "a mask and is_causal are given together")
     return _Proof(captured, frame, frozen).run()
 
 
-def _without_tensor(frame: Frame) -> MaskProof:
+def _without_tensor(captured: Captured, frame: Frame) -> MaskProof:
     call = frame.call
     if call.is_causal:
-        if call.q_len != call.kv_len:
+        if frame.q_len != frame.kv_len:
             raise Refused(
                 "MASK_UPPER_LEFT",
                 "is_causal starts its diagonal at key 0, and the lengths differ",
                 f"is_causal=True with {call.q_len} queries and {call.kv_len} keys",
                 "Pass a mask aligned to the last key.",
             )
-        return _aligned(frame, Shape(MaskKind.CAUSAL, sympy.Integer(0)), None, (), "is_causal=True")
-    return _aligned(frame, Shape(MaskKind.FULL), None, (), "no mask")
+        shape = Shape(MaskKind.CAUSAL, sympy.Integer(0))
+        return _aligned(captured, frame, shape, None, captured.flags, "is_causal=True")
+    return _aligned(captured, frame, Shape(MaskKind.FULL), None, (), "no mask")
 
 
 def _aligned(
-    frame: Frame, shape: Shape, padding: str | None, assumptions: tuple[str, ...], evidence: str
+    captured: Captured,
+    frame: Frame,
+    shape: Shape,
+    padding: str | None,
+    assumptions: tuple[str, ...],
+    evidence: str,
 ) -> MaskProof:
     """The proof of a decided shape, if its diagonal ends at the last key."""
-    call = frame.call
-    shift = sympy.expand(call.kv_len - call.q_len)
-    if shape.kind == MaskKind.FULL and call.q_len == 1:
-        shape = Shape(MaskKind.CAUSAL, shift)
+    if shape.kind == MaskKind.FULL and frame.q_len == 1:
+        shape = Shape(MaskKind.CAUSAL, frame.shift)
         evidence = f"{evidence}; one query that sees every key"
     if shape.kind == MaskKind.FULL:
         raise Refused("NOT_CAUSAL", "every query sees every key", evidence)
@@ -79,12 +83,12 @@ def _aligned(
         raise Refused("MASK_UNSUPPORTED", f"not a causal mask: {shape.text}", evidence)
     if shape.kind == MaskKind.SLIDING:
         raise Refused("SLIDING_WINDOW", f"a query sees its last {shape.window} keys only", evidence)
-    _check_offset(shape.offset, shift, evidence)
+    _check_offset(shape.offset, frame.shift, evidence)
     return MaskProof(
         kind=MaskKind.CAUSAL,
         padding=padding,
         q_offset=_plain(shape.offset),
-        assumptions=(*assumptions, *_fixed_length(frame)),
+        assumptions=(*assumptions, *_lengths(captured, frame)),
         evidence=evidence,
     )
 
@@ -106,11 +110,16 @@ def _check_offset(offset: Expr, shift: Expr, evidence: str) -> None:
         )
 
 
-def _fixed_length(frame: Frame) -> tuple[str, ...]:
-    length = number(frame.call.q_len)
-    if length is None or length == 1:
+def _lengths(captured: Captured, frame: Frame) -> tuple[str, ...]:
+    """What the capture fixed of the length: another length may take another way in the model."""
+    length = number(frame.q_len)
+    if length is not None:
+        return () if length == 1 else (f"the number of queries is {length}, as captured",)
+    low, high = captured.ranges.get(str(frame.q_len), (0, None))
+    if low <= 2 and high is None:
         return ()
-    return (f"the number of queries is {length}, as captured",)
+    limits = f"at least {low}" if high is None else f"{low} to {high}"
+    return (f"the number of queries is {limits}, as captured",)
 
 
 def _plain(offset: Expr) -> int | str:
@@ -131,7 +140,7 @@ class _Proof:
     def run(self) -> MaskProof:
         value = self.evaluator.value(self.mask, self.frame.mask_index(self.mask))
         seen = visibility(value, dtype_of(self.mask), self.evaluator)
-        formula, padding, exact = self._without_padding(seen.formula)
+        formula, padding, exact = self._without_padding(seen.formula.subs(self.frame.tie))
         assumptions = list(seen.assumptions)
         if not exact:
             assumptions.append(f"{padding} holds only 0 and 1")
@@ -139,7 +148,9 @@ class _Proof:
         shape = decide(formula, self.frame, self.captured.ranges)
         if shape is None:
             raise self._undecided(evidence)
-        proof = _aligned(self.frame, shape, padding, tuple(dict.fromkeys(assumptions)), evidence)
+        proof = _aligned(
+            self.captured, self.frame, shape, padding, tuple(dict.fromkeys(assumptions)), evidence
+        )
         self._cross_check(proof, shape)
         return proof
 
@@ -249,13 +260,10 @@ class _Proof:
             mask, sizes = self._numbers(MIN_LENGTHS[0])
         except NotRunnable:
             return None
-        found = self._counterexample(mask, sizes, None, sympy.expand(self._shift()))
+        found = self._counterexample(mask, sizes, None, self.frame.shift)
         if found is None:
             return None
         return Refused("MASK_UNSUPPORTED", "not a causal mask", f"{found}; {evidence}"[:2000])
-
-    def _shift(self) -> Expr:
-        return self.frame.call.kv_len - self.frame.call.q_len
 
     def _cross_check(self, proof: MaskProof, shape: Shape) -> None:
         """The mask's numbers against the formula, at sizes beyond every constant in it."""
@@ -293,6 +301,8 @@ class _Proof:
         shape = [concrete(size, sizes) for size in shape_of(self.mask)]
         if sympy.prod(shape) > mask_concrete.MAX_ELEMENTS:
             raise NotRunnable(f"a mask of {shape} is too large to check")
+        for key, query in self.frame.tie.items():
+            sizes[key] = sizes[query]
         self.inputs = self._inputs(sizes)
         return self.slice.run(sizes, self.inputs), sizes
 
@@ -310,7 +320,7 @@ class _Proof:
         self, mask: torch.Tensor, sizes: dict[Expr, int], padding: str | None, offset: Expr
     ) -> str | None:
         """The first (query, key) where the mask differs from causal with `offset` and padding."""
-        rows, keys = (concrete(s, sizes) for s in (self.frame.call.q_len, self.frame.call.kv_len))
+        rows, keys = (concrete(s, sizes) for s in (self.frame.q_len, self.frame.kv_len))
         start = concrete(offset, sizes)
         expected = torch.arange(rows)[:, None] + start >= torch.arange(keys)[None, :]
         if padding is not None:
@@ -345,7 +355,7 @@ def _lead_symbols(frame: Frame) -> set[Expr]:
 
 
 def _length_symbols(frame: Frame) -> set[Expr]:
-    return set(frame.call.q_len.free_symbols) | set(frame.call.kv_len.free_symbols)
+    return set(frame.q_len.free_symbols) | set(frame.call.kv_len.free_symbols)
 
 
 def _shown(formula: Any) -> str:

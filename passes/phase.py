@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import sympy
-
 from sparsify.ir import Phase, StreamProof
-from sparsify.passes.matchers.sdpa import SdpaCall
+from sparsify.passes.frame import Frame
 
 __all__ = ["phase_of"]
 
 
-def phase_of(call: SdpaCall, stream: StreamProof, offset: Any) -> Phase:
+def phase_of(frame: Frame, stream: StreamProof) -> Phase:
     """The phase, from the lengths and the position of query 0 among the keys.
 
     A single query is decode, also without a cache in sight; more queries than one that begin
     behind other keys are a chunk.
     """
-    if call.q_len == 1 and (stream.cached or call.kv_len != 1):
+    if frame.q_len == 1 and (stream.cached or frame.kv_len != 1):
         return Phase.DECODE
-    if stream.cached or sympy.sympify(offset) != 0:
+    if stream.cached or frame.shift != 0:
         return Phase.CHUNKED_PREFILL
     return Phase.PREFILL

@@ -22,7 +22,7 @@ from sparsify.passes.index_space import IndexSpace
 from sparsify.passes.matchers import sdpa
 from sparsify.passes.views import broadcast_index, concat_parts, view_source
 
-__all__ = ["ATTENTION", "Part", "Read", "Reader"]
+__all__ = ["ATTENTION", "Part", "Read", "Reader", "is_pointwise"]
 
 Expr = Any
 Index = tuple[Expr, ...]
@@ -141,7 +141,7 @@ class Reader:
         if rule is not None:
             sources = rule(self, node, index)
             return None if sources is None else list(sources)
-        if _is_pointwise(node, name):
+        if is_pointwise(node):
             return list(self._pointwise(node, index))
         return None
 
@@ -292,7 +292,9 @@ class Reader:
         return (*lead[:-1], self.space.divmod(lead[-1], group)[0])
 
 
-def _is_pointwise(node: Node, name: str) -> bool:
+def is_pointwise(node: Node) -> bool:
+    """Whether every element of the output depends on the same element of the inputs only."""
+    name = op_name(node)
     if name in POINTWISE:
         return True
     target = node.target
