@@ -78,10 +78,8 @@ def check_plan(plan: Plan, sites: Sequence[AttentionSite], refusals: Sequence[Re
         if layer.key not in proved and layer.key not in refused:
             raise UsageError(f"The plan names {name}, where the model has no attention.")
         if layer.sparse and layer.key not in proved:
-            refusal = refused[layer.key]
-            raise UsageError(
-                f"The plan rewrites {name}, which is not proved ({refusal.code}: {refusal.message})."
-            )
+            why = f"{refused[layer.key].code}: {refused[layer.key].message}"
+            raise UsageError(f"The plan rewrites {name}, which is not proved ({why}).")
     missing = sorted((proved | refused.keys()) - plan.by_key().keys(), key=_natural)
     if missing:
         raise UsageError(f"The plan says nothing of {missing[0].removesuffix('#0')}.")
