@@ -49,6 +49,7 @@ __all__ = [
 ]
 
 _FORMAT = 1
+_UNREADABLE = "{} is not a readable selection file ({})."
 
 
 class SiteDiff(NamedTuple):
@@ -215,20 +216,13 @@ class Selection:
         selection = cls()
         try:
             with np.load(path, allow_pickle=False) as arrays:
-                if int(arrays["format"]) != _FORMAT:
-                    raise ValueError(f"format {int(arrays['format'])}")
-                for number, name in enumerate(arrays["sites"].tolist()):
-                    blocks = torch.from_numpy(arrays[f"blocks_{number}"])
-                    known = torch.from_numpy(arrays[f"known_{number}"])
-                    size = int(arrays[f"block_size_{number}"])
-                    pieces = _whole(blocks, known)
-                    selection._sites[str(name)] = _Site(size, blocks.shape[1], pieces)
+                selection._sites = _read_sites(arrays)
         except FileNotFoundError:
             raise UsageError(f"There is no selection file {os.fspath(path)}.") from None
-        except (OSError, ValueError, KeyError, IndexError, TypeError, zipfile.BadZipFile) as error:
-            raise ArtefactError(
-                f"{os.fspath(path)} is not a readable selection file ({error})."
-            ) from None
+        except (LookupError, OSError, EOFError, TypeError, AttributeError, ValueError) as error:
+            raise ArtefactError(_UNREADABLE.format(os.fspath(path), error)) from None
+        except zipfile.BadZipFile as error:
+            raise ArtefactError(_UNREADABLE.format(os.fspath(path), error)) from None
         return selection
 
     def _site(self, name: str) -> _Site:
@@ -236,6 +230,21 @@ class Selection:
             known = ", ".join(self._sites) or "none"
             raise UsageError(f"The selection holds nothing for {name!r}; it knows: {known}.")
         return self._sites[name]
+
+
+def _read_sites(arrays: Any) -> dict[str, _Site]:
+    """The sites of an opened file."""
+    if int(arrays["format"]) != _FORMAT:
+        raise ValueError(f"format {int(arrays['format'])}, this version reads {_FORMAT}")
+    sites = {}
+    for number, name in enumerate(arrays["sites"].tolist()):
+        blocks = torch.from_numpy(arrays[f"blocks_{number}"]).to(torch.int32)
+        known = torch.from_numpy(arrays[f"known_{number}"]).to(torch.bool)
+        if blocks.dim() != 4 or known.shape != blocks.shape[::2]:
+            raise ValueError(f"lists of {name!r} have shape {list(blocks.shape)}")
+        size = int(arrays[f"block_size_{number}"])
+        sites[str(name)] = _Site(size, blocks.shape[1], _whole(blocks, known))
+    return sites
 
 
 def _must_agree(name: str, found: _Site, block_size: int, heads: int) -> None:
