@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from sparsify.kernels.layout import Layout, Sequence, gather_pages, sequences
+from sparsify.kernels.means import mean_keys
 from sparsify.kernels.scores import Scorer, moba_scorer, msa_scorer
 
 __all__ = ["Gaps", "moba_gaps", "msa_gaps"]
@@ -55,14 +56,12 @@ def moba_gaps(
 
     def scorers(sequence: Sequence) -> tuple[Scorer, Scorer]:
         q_HTD, k_GLD = sequence.take_queries(q), sequence.take_keys(k)
-        means = None if block_means is None else block_means[sequence.batch]
-        score = moba_scorer(sequence, q_HTD, k_GLD, means, block_size)
-        if means is None:
-            # a mean of absolute values bounds the absolute value of the mean, and its rounding
-            weight = moba_scorer(sequence, q_HTD.abs(), k_GLD.abs(), None, block_size)
+        if block_means is None:
+            means_GND = mean_keys(k_GLD, sequence.real, block_size)
         else:
-            weight = moba_scorer(sequence, q_HTD.abs(), k_GLD, means.abs(), block_size)
-        return score, weight
+            means_GND = block_means[sequence.batch]
+        score = moba_scorer(sequence, q_HTD, k_GLD, means_GND, block_size)
+        return score, moba_scorer(sequence, q_HTD.abs(), k_GLD, means_GND.abs(), block_size)
 
     factor = 2 * (_unit(q.dtype) * (q.shape[-1] + 2) + ulp)
     return _gaps(q, k.shape[2], layout, scorers, topk - 1, factor)

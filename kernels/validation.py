@@ -174,9 +174,7 @@ def _check_packed(q: Tensor, layout: Layout) -> None:
     if cu_q is None:
         raise ValueError("cu_seqlens_k is given without cu_seqlens_q.")
     if _known(q.shape[0]) and q.shape[0] != 1:
-        raise ValueError(
-            f"cu_seqlens_q is given for a batch of {q.shape[0]}; expected a batch of 1."
-        )
+        raise ValueError(f"cu_seqlens_q is given for batch size {q.shape[0]}; expected 1.")
     if _known(cu_q.shape[0]) and cu_q.shape[0] < 1:
         raise ValueError("cu_seqlens_q is empty; expected [documents + 1] entries.")
     if cu_k is not None:
