@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import secrets
 import shutil
 import signal
@@ -121,9 +122,18 @@ def _output(target: str | Path, *, force: bool, directory: bool) -> Iterator[Pat
                 for parent in created:
                     with contextlib.suppress(OSError):
                         parent.rmdir()
-            if isinstance(error, OSError) and error.errno in _USER_FAULTS:
-                raise UsageError(f"Cannot write {target}: {error.strerror}.") from error
+            number = _errno(error)
+            if number in _USER_FAULTS:
+                raise UsageError(f"Cannot write {target}: {os.strerror(number)}.") from error
             raise
+
+
+def _errno(error: BaseException) -> int:
+    """Number of a system error, 0 for others; libraries in Rust put it into the text."""
+    if isinstance(error, OSError):
+        return error.errno or 0
+    found = re.search(r"\(os error (\d+)\)", str(error))
+    return int(found[1]) if found else 0
 
 
 def _put_in_place(temporary: Path, path: Path, *, given: str | Path, force: bool) -> None:

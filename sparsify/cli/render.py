@@ -38,7 +38,7 @@ def inspection(
 
 def _sites(sites: Sequence[AttentionSite]) -> Table:
     table = _table(
-        "site", ">sites", "pattern", ">heads q/kv", ">head size", "mask", "phase", "source"
+        "site", ">sites", "pattern", ">heads q/kv", ">head dim", ">scale", "mask", "phase", "source"
     )
     for name, members in group(sites, _name, _site_row):
         row = _site_row(members[0])
@@ -55,6 +55,7 @@ def _site_row(site: AttentionSite) -> tuple[str, ...]:
         site.pattern,
         f"{heads.q_heads}/{heads.kv_heads}",
         size,
+        f"{site.scale:.6g}",
         _mask(site.mask),
         site.phase.value,
         _file(site.source),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import sys
 import time
@@ -84,9 +85,9 @@ def write(text: str) -> None:
 
 
 def show_json(data: Any) -> None:
-    """Print the one JSON document of this run."""
+    """Print the one JSON document of this run; numbers that JSON lacks become null."""
     stream = _stdout()
-    stream.write(json.dumps(data, indent=2, ensure_ascii=False, allow_nan=True) + "\n")
+    stream.write(json.dumps(_finite(data), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
     stream.flush()
 
 
@@ -137,6 +138,14 @@ def _bar(stages: int | None) -> Iterator[Callable[[str], None]]:
             begun = True
 
         yield say
+
+
+def _finite(data: Any) -> Any:
+    if isinstance(data, dict):
+        return {key: _finite(value) for key, value in data.items()}
+    if isinstance(data, list | tuple):
+        return [_finite(value) for value in data]
+    return None if isinstance(data, float) and not math.isfinite(data) else data
 
 
 def _stdout() -> TextIO:

@@ -156,6 +156,12 @@ with streams.own_stdout(), streams.working():
     assert "from C" in done.stderr and "from a library" in done.stderr and "a stage" in done.stderr
 
 
+def test_json_has_no_nan(capsys):
+    streams.show_json({"a": [float("nan"), 1.5, (float("inf"), "x")], "b": {"c": -float("inf")}})
+    data = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert data == {"a": [None, 1.5, [None, "x"]], "b": {"c": None}}
+
+
 def test_help_is_quick():
     best = 9.0
     for _ in range(3):

@@ -165,6 +165,17 @@ def test_files_too(tmp_path):
     assert (tmp_path / "f").read_text() == "b"
 
 
+@pytest.mark.parametrize(
+    "error",
+    [OSError(28, "x"), RuntimeError("Error while serializing: No space left (os error 28)")],
+)
+def test_a_full_disk_is_not_an_internal_error(tmp_path, error):
+    with pytest.raises(UsageError, match=r"Cannot write .*out: No space left on device\.$"):  # noqa: SIM117
+        with output_directory(tmp_path / "out"):
+            raise error
+    assert names(tmp_path) == []
+
+
 SCRIPT = """
 import sys, time
 from sparsify.files import output_directory
