@@ -123,7 +123,8 @@ def msa_scorer(
         p_T = sequence.positions(first, last, iq_GTD.device)
         shape = (iq_GTD.shape[0], last - first)
         scores, seen = [], []
-        for begin, end in block_chunks(blocks, shape[0] * shape[1] * block_size * 24):
+        key_bytes = shape[0] * shape[1] * 24 + ik_JLD.shape[0] * ik_JLD.shape[2] * 8
+        for begin, end in block_chunks(blocks, block_size * key_bytes):
             keys = slice(begin * block_size, min(end * block_size, reach))
             dots = (iq_JRD @ ik_JLD[:, keys].double().mT).view(*shape, -1)
             best, visible = _block_maxima(dots, sequence, p_T, keys, block_size)

@@ -32,7 +32,7 @@ __all__ = [
 
 _ROWS = 64  # queries a tile should hold before it holds several groups
 _READ_COST = 10  # reading one key and value, in units of one query-key pair of a matrix product
-_GATHER_COST = 20  # gathering one key and value, in the same units
+_GATHER_COST = 40  # gathering one key and value, in the same units
 
 
 class Heads(NamedTuple):
@@ -211,4 +211,4 @@ def _gathered(x_GLD: Tensor, index_HTL: Tensor, keep_HTL: Tensor) -> Tensor:
     groups, heads = x_GLD.shape[0], index_HTL.shape[0]
     group_H = torch.arange(heads, device=x_GLD.device) // (heads // groups)
     taken = x_GLD[group_H[:, None, None], index_HTL]
-    return taken.masked_fill(~keep_HTL[..., None], 0.0)
+    return taken.masked_fill_(~keep_HTL[..., None], 0.0)
