@@ -7,7 +7,7 @@ mixes positions on the way, or cannot be read, is refused by name.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,10 +15,11 @@ import sympy
 from torch.fx import Node
 
 from sparsify.ir import StreamProof
+from sparsify.passes.context import Context
 from sparsify.passes.dominators import Dataflow
 from sparsify.passes.frame import Frame
 from sparsify.passes.graphs import dtype_of, shape_of
-from sparsify.passes.reads import Part, Read, Reader
+from sparsify.passes.reads import Part, Read
 from sparsify.passes.refused import Refused
 from sparsify.passes.separate import separate_stream
 
@@ -36,25 +37,22 @@ class Stream:
     offset: Expr | None
 
 
-def prove_stream(
-    frame: Frame, flow: Dataflow, hidden: Node | None, causal: Collection[Node]
-) -> Stream:
+def prove_stream(frame: Frame, context: Context) -> Stream:
     """Show that q, k and v come position by position from one token stream.
 
     Args:
         frame: the site's indices.
-        flow: the whole graph.
-        hidden: the value through which q, k and v pass, if there is one.
-        causal: attention nodes already proved causal over their own stream.
+        context: the graph around the site, with the hidden state.
 
     Raises:
         Refused: CROSS_ATTENTION, NOT_SELF_ATTENTION or SOFTMAX_AXIS, with what was read.
     """
+    hidden = context.hidden
     if hidden is None:
-        return Stream(separate_stream(frame.call, flow, bool(frame.tie)), None)
-    walks = {name: _Walk(frame, name, hidden, causal) for name in ("q", "k", "v")}
+        return Stream(separate_stream(frame.call, context.flow, bool(frame.tie)), None)
+    walks = {name: _Walk(frame, name, hidden, context) for name in ("q", "k", "v")}
     for walk in walks.values():
-        walk.check_readable(flow)
+        walk.check_readable(context.flow)
     axis = _position_axis(frame, hidden, walks)
     _check_axes(frame, hidden, axis, walks)
     offsets = {name: walk.offset(axis) for name, walk in walks.items()}
@@ -70,9 +68,9 @@ def prove_stream(
 class _Walk:
     """What one of q, k and v reads of the hidden state."""
 
-    def __init__(self, frame: Frame, name: str, hidden: Node, causal: Collection[Node]) -> None:
+    def __init__(self, frame: Frame, name: str, hidden: Node, context: Context) -> None:
         self.frame, self.name, self.hidden = frame, name, hidden
-        self.reader = Reader(frame.space, [hidden], causal)
+        self.reader = context.reader(frame.space)
         node = getattr(frame.call, name)
         index = frame.q_index() if name == "q" else frame.kv_index(node, f"{name}_feature")
         self.position = frame.i if name == "q" else frame.j
@@ -140,6 +138,12 @@ class _Walk:
             if self._is_whole(entry) or self._is_past(entry, symbol):
                 continue
             shifts.add(sympy.expand(entry - symbol))
+        if not shifts and self.name == "q":
+            raise Refused(
+                "CROSS_ATTENTION",
+                "keys and values do not come from the queries' token stream",
+                f"row i of q has no place of its own in {self.hidden.name}, the source of k and v",
+            )
         if len(shifts) != 1 or any(s.has(symbol) for s in shifts):
             raise _not_self(
                 f"position j of {self.name} reads positions "
@@ -174,9 +178,7 @@ def _position_axis(frame: Frame, hidden: Node, walks: dict[str, _Walk]) -> int |
     for axis in range(len(shape_of(hidden))):
         for name in ("k", "v", "q"):
             symbol = symbols[name]
-            if symbol.is_Symbol and any(index[axis].has(symbol) for index in walks[name].stream):
-                if _only_features(axis, symbol, walks[name]):
-                    continue
+            if symbol.is_Symbol and _counts(axis, symbol, walks[name]):
                 return axis
     if not any(symbol.is_Symbol for symbol in symbols.values()):
         return None
@@ -187,11 +189,12 @@ def _position_axis(frame: Frame, hidden: Node, walks: dict[str, _Walk]) -> int |
     )
 
 
-def _only_features(axis: int, symbol: Expr, walk: _Walk) -> bool:
-    """Whether the symbol only picks features: mixed with others inside one axis."""
-    return all(
-        not index[axis].has(symbol)
-        or len(index[axis].free_symbols & set(walk.frame.space.sizes)) > 1
+def _counts(axis: int, symbol: Expr, walk: _Walk) -> bool:
+    """Whether an axis is counted by the symbol, alone or behind the batch (b*L + j), and does not
+    merely pick features by it."""
+    others = set(walk.frame.space.sizes) - {symbol, walk.frame.b}
+    return any(
+        index[axis].coeff(symbol) == 1 and not index[axis].free_symbols & others
         for index in walk.stream
     )
 

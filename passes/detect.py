@@ -18,6 +18,7 @@ from sparsify.ir import AttentionSite, MaskProof, Refusal, site_key
 from sparsify.passes.aliases import changed_in_place
 from sparsify.passes.anchors import find_anchors
 from sparsify.passes.capture import Captured
+from sparsify.passes.context import Context
 from sparsify.passes.dataflow import Dataflow, Stream, prove_stream
 from sparsify.passes.frame import Frame
 from sparsify.passes.graphs import number, source_of
@@ -104,13 +105,13 @@ class _Prover:
         """
         call = sdpa.read_call(node)
         _check_call(call)
-        hidden = self.flow.common_source([call.q, call.k, call.v])
-        frame = framed(call, hidden)
-        if hidden is None:
+        context = self._context(call)
+        frame = framed(call, context)
+        if context.hidden is None:
             frame = dataclasses.replace(frame, tie=equal_lengths(self.captured, call))
         scale = _scale(call)
-        mask, stream = self._mask_and_stream(frame, hidden)
-        heads = head_layout(frame, hidden)
+        mask, stream = self._mask_and_stream(frame, context)
+        heads = head_layout(frame, context)
         self.causal.add(node)
         return AttentionSite(
             fqn=fqn,
@@ -126,12 +127,18 @@ class _Prover:
             source=source_of(node),
         )
 
-    def _mask_and_stream(self, frame: Frame, hidden: Node | None) -> tuple[MaskProof, Stream]:
+    def _context(self, call: SdpaCall) -> Context:
+        hidden = self.flow.common_source([call.q, call.k, call.v])
+        return Context(self.captured, self.flow, hidden, frozenset(self.causal), self.frozen)
+
+    def _mask_and_stream(self, frame: Frame, context: Context) -> tuple[MaskProof, Stream]:
         """Both proofs. "Not causal" says less than "not self-attention", so the latter is told."""
-        mask = _outcome(lambda: self._mask(frame))
-        stream = _outcome(lambda: prove_stream(frame, self.flow, hidden, self.causal))
+        mask = _outcome(lambda: self._mask(frame, context))
+        stream = _outcome(lambda: prove_stream(frame, context))
         if isinstance(mask, Refused):
             weak = mask.code in WEAK_CODES and isinstance(stream, Refused)
+            if mask.code == "SLIDING_WINDOW" and isinstance(stream, Stream):
+                self.causal.add(frame.call.node)  # its rows see no later position either
             raise stream if weak else mask
         if isinstance(stream, Refused):
             raise stream
@@ -143,11 +150,11 @@ class _Prover:
             )
         return mask, stream
 
-    def _mask(self, frame: Frame) -> MaskProof:
+    def _mask(self, frame: Frame, context: Context) -> MaskProof:
         call = frame.call
         key = (call.mask, bool(call.is_causal), frame.q_len, frame.kv_len, frame.lead)
         if key not in self.masks:
-            self.masks[key] = _outcome(lambda: prove_mask(self.captured, frame, self.frozen))
+            self.masks[key] = _outcome(lambda: prove_mask(frame, context))
         known = self.masks[key]
         if isinstance(known, Refused):
             raise known

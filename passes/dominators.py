@@ -8,19 +8,21 @@ import networkx as nx
 import torch
 from torch.fx import Graph, Node
 
-from sparsify.passes.graphs import aten, is_tensor, op_name
+from sparsify.passes.graphs import aten, is_shape_only, is_tensor, op_name
+from sparsify.passes.matchers import sdpa
 from sparsify.passes.views import EXPANDS, IDENTITY, RESHAPES, RULES, SPLITS
 
 __all__ = ["VIEWS", "Dataflow"]
 
 PROJECTIONS = aten("linear addmm mm matmul")
-PIECES = SPLITS | {"aten.slice", "aten.select", "aten.narrow", "aten.unbind", "getitem"}
+PIECES = SPLITS | aten("slice select narrow unbind index") | {"getitem"}
 VIEWS = EXPANDS | IDENTITY | RESHAPES | frozenset(RULES)
 
 
 class Dataflow:
     """The graph as data flows from the user's inputs. Sizes are not data: an edge that carries
-    only a size of a tensor is left out.
+    only the size or the type of a tensor is left out. Neither are masks: they say which tokens
+    attention reads, not what these are.
 
     Args:
         graph: the captured graph.
@@ -32,7 +34,7 @@ class Dataflow:
         self.graph = nx.DiGraph()
         self.graph.add_nodes_from(self.order)
         for node in self.order:
-            self.graph.add_edges_from((s, node) for s in node.all_input_nodes if _holds_data(s))
+            self.graph.add_edges_from((source, node) for source in _data_of(node))
         wanted = set(inputs)
         self.inputs = [n for n in self.order if n.op == "placeholder" and n.name in wanted]
         self._parents: dict[Node, dict[Node, Node]] = {}
@@ -79,20 +81,13 @@ class Dataflow:
         return chain
 
     def _hidden(self, node: Node, chain: list[Node]) -> Node | None:
-        """A fused q/k/v projection and its pieces are not the hidden state: its input is."""
-        position = chain.index(node)
-        while position < len(chain):
-            node = chain[position]
-            piece = not is_tensor(node) or op_name(node) in PIECES
-            if not (piece or _is_cut_up(node) or self._is_view_of_cut(node)):
-                return node
-            position += 1
-        return node if is_tensor(node) else None
-
-    def _is_view_of_cut(self, node: Node) -> bool:
-        return op_name(node) in VIEWS and all(
-            op_name(user) in VIEWS | PIECES or not is_tensor(user) for user in node.users
-        )
+        """A fused q/k/v projection, its pieces and mere views are not the hidden state: what
+        they are made of is."""
+        for candidate in chain[chain.index(node) :]:
+            viewed = op_name(candidate) in VIEWS | PIECES or not is_tensor(candidate)
+            if not (viewed or _is_cut_up(candidate)):
+                return candidate
+        return chain[-1] if is_tensor(chain[-1]) else None
 
 
 def _is_cut_up(node: Node) -> bool:
@@ -107,7 +102,16 @@ def _leads_to_pieces(node: Node) -> bool:
     return name in VIEWS and all(_leads_to_pieces(user) for user in node.users)
 
 
-def _holds_data(node: Node) -> bool:
+def _data_of(node: Node) -> list[Node]:
+    if is_shape_only(node):
+        return []
+    if sdpa.is_anchor(node):
+        call = sdpa.read_call(node)
+        return [call.q, call.k, call.v]
+    return [source for source in node.all_input_nodes if _is_data(source)]
+
+
+def _is_data(node: Node) -> bool:
     """False for sizes and numbers: they say nothing of a tensor's values."""
     value = node.meta.get("val")
     return not isinstance(value, int | float | bool | torch.SymInt | torch.SymFloat | torch.SymBool)

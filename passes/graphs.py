@@ -16,6 +16,7 @@ __all__ = [
     "aten",
     "dtype_of",
     "expression",
+    "is_shape_only",
     "is_tensor",
     "module_path",
     "number",
@@ -61,6 +62,12 @@ def argument(node: Node, name: str, default: Any = None) -> Any:
 def is_tensor(value: Any) -> bool:
     """Whether `value` is a node that holds one tensor."""
     return isinstance(value, Node) and isinstance(value.meta.get("val"), torch.Tensor)
+
+
+def is_shape_only(node: Node) -> bool:
+    """Whether the operator looks at its first tensor's shape and type, not at its values."""
+    name = op_name(node)
+    return name.endswith("_like") or name.startswith("aten.new_") or name == "aten.sym_size"
 
 
 def shape_of(node: Node) -> tuple[Expr, ...]:

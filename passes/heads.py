@@ -11,14 +11,14 @@ from collections.abc import Iterable
 from typing import Any
 
 import sympy
-from torch.fx import Node
 
 from sparsify.ir import HeadLayout
+from sparsify.passes.context import Context
 from sparsify.passes.frame import Frame, make_frame
 from sparsify.passes.graphs import number, shape_of
 from sparsify.passes.index_space import IndexSpace
 from sparsify.passes.matchers.sdpa import SdpaCall
-from sparsify.passes.reads import Read, Reader
+from sparsify.passes.reads import Read
 from sparsify.passes.refused import Refused
 
 __all__ = ["framed", "head_layout"]
@@ -26,10 +26,8 @@ __all__ = ["framed", "head_layout"]
 Expr = Any
 
 
-def framed(call: SdpaCall, hidden: Node | None = None) -> Frame:
+def framed(call: SdpaCall, context: Context) -> Frame:
     """The site's indices, with flattened heads of a rank-3 call taken apart.
-
-    `hidden` is the value through which q, k and v pass, where following them back ends.
 
     Raises:
         Refused: FORM_UNSUPPORTED for ranks other than 2, 3 and 4.
@@ -38,12 +36,12 @@ def framed(call: SdpaCall, hidden: Node | None = None) -> Frame:
     if call.rank != 3:
         return make_frame(call)
     frame = make_frame(call)
-    reads = Reader(frame.space, _stop(hidden)).leaves(call.q, frame.q_index())
+    reads = context.reader(frame.space).leaves(call.q, frame.q_index())
     heads = _flattened_heads(frame, reads)
     return make_frame(call, heads) if heads is not None else frame
 
 
-def head_layout(frame: Frame, hidden: Node | None = None) -> HeadLayout:
+def head_layout(frame: Frame, context: Context) -> HeadLayout:
     """Query and KV heads, and sizes of keys and values.
 
     Raises:
@@ -59,15 +57,11 @@ def head_layout(frame: Frame, hidden: Node | None = None) -> HeadLayout:
         if number(size) is None:
             raise Refused("HEAD_DIM", f"the {what} is not a fixed number", f"{what} = {size}")
     heads = int(frame.heads)
-    reader = Reader(frame.space, _stop(hidden))
+    reader = context.reader(frame.space)
     reads = reader.leaves(call.k, frame.kv_index(call.k, "k_feature"))
     reads += reader.leaves(call.v, frame.kv_index(call.v, "v_feature"))
     group = _group(frame, reads)
     return HeadLayout(heads, heads // group, int(call.head_dim), int(call.value_dim))
-
-
-def _stop(hidden: Node | None) -> list[Node]:
-    return [] if hidden is None else [hidden]
 
 
 def _check_ranks(call: SdpaCall) -> None:

@@ -20,7 +20,7 @@ from sparsify.passes.index_expr import Evaluator
 from sparsify.passes.index_values import Unreadable, is_truth
 from sparsify.passes.views import broadcast_index, concat_parts
 
-__all__ = ["RULES"]
+__all__ = ["RULES", "indexed_source"]
 
 Expr = Any
 Value = Any
@@ -208,7 +208,19 @@ def _stack(ev: Evaluator, node: Node, index: Index) -> Value:
     return value
 
 
+def indexed_source(ev: Evaluator, node: Node, index: Index) -> tuple[Node, Index] | None:
+    """Where x[t0, t1, ...] reads x; None when the index tensors cannot be read."""
+    try:
+        return _indexed(ev, node, index)
+    except (Unreadable, IndexError, TypeError, ValueError):
+        return None
+
+
 def _index(ev: Evaluator, node: Node, index: Index) -> Value:
+    return ev.value(*_indexed(ev, node, index))
+
+
+def _indexed(ev: Evaluator, node: Node, index: Index) -> tuple[Node, Index]:
     """x[t0, t1, ...] with integer index tensors, some of them None (a whole axis)."""
     source, indices = argument(node, "self"), list(argument(node, "indices"))
     rank = len(shape_of(source))
@@ -228,13 +240,15 @@ def _index(ev: Evaluator, node: Node, index: Index) -> Value:
             entries.append(next(others))
             continue
         entries.append(_position(ev, indices[axis], at, shape_of(source)[axis]))
-    return ev.value(source, tuple(entries))
+    return source, tuple(entries)
 
 
 def _position(ev: Evaluator, tensor: Node, at: Index, size: Expr) -> Expr:
     value = ev.value(tensor, broadcast_index(at, shape_of(tensor)))
     if not isinstance(value, sympy.Expr):
         raise Unreadable("an index by cases")
+    if value.is_Integer and value.is_negative:
+        value = sympy.expand(size + value)
     low = ev.space.lower(value)
     if low is None or not low.is_nonnegative:
         raise Unreadable("an index that may be negative")

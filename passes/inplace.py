@@ -33,6 +33,8 @@ def _replace(graph: Graph, node: Node) -> bool:
     functional, base = _functional(node), base_of(target)
     if functional is None or base.op != "call_function" or node in _results(graph):
         return False
+    if not _is_read_later(graph, node, target, base):
+        base = target  # nobody else looks: the view is as good as memory of its own
     path = _path(target, base)
     later = _stale(graph, node, base)
     if path is None or later is None:
@@ -81,6 +83,18 @@ def _same_result(node: Node, overload: Any, wanted: torch.Tensor) -> bool:
     )
 
 
+def _is_read_later(graph: Graph, node: Node, target: Node, base: Node) -> bool:
+    """Whether memory of `base` is read after the write by another way than through `target`."""
+    order = {other: position for position, other in enumerate(graph.nodes)}
+    through: set[Node] = {target, node}
+    for alias in aliases_of(graph, base):
+        if alias in through or any(source in through for source in alias.all_input_nodes):
+            through.add(alias)
+        elif any(order[user] > order[node] for user in alias.users):
+            return True
+    return False
+
+
 def _path(target: Node, base: Node) -> list[Node] | None:
     """Views from the written tensor up to its base, each of a kind that can be written back."""
     path = []
@@ -115,7 +129,7 @@ def _stale(graph: Graph, node: Node, base: Node) -> list[Node] | None:
     """Aliases of the base, older than the write and read after it; None if one is unclear."""
     order = {other: position for position, other in enumerate(graph.nodes)}
     stale = []
-    for alias in aliases_of(graph, base):
+    for alias in _views_of(graph, base):
         late = any(order[user] > order[node] for user in alias.users)
         if alias is base or order[alias] >= order[node] or not late:
             continue
@@ -123,6 +137,15 @@ def _stale(graph: Graph, node: Node, base: Node) -> list[Node] | None:
             return None
         stale.append(alias)
     return stale
+
+
+def _views_of(graph: Graph, base: Node) -> list[Node]:
+    """`base` and everything that may be a view of it, in order."""
+    found = [base]
+    for alias in aliases_of(graph, base_of(base)):
+        if alias is not base and any(source in found for source in alias.all_input_nodes):
+            found.append(alias)
+    return found
 
 
 def _redirect(graph: Graph, node: Node, base: Node, whole: Node, stale: list[Node]) -> None:

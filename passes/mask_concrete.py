@@ -15,7 +15,7 @@ from torch.fx import Node
 
 from sparsify.passes.aliases import mutations_of
 from sparsify.passes.capture import Captured
-from sparsify.passes.graphs import dtype_of, expression, is_tensor, op_name, shape_of
+from sparsify.passes.graphs import dtype_of, expression, is_shape_only, is_tensor, shape_of
 
 __all__ = ["NotRunnable", "Slice"]
 
@@ -147,16 +147,10 @@ def _closure(node: Node) -> list[Node]:
 
 
 def _needed(node: Node) -> Iterator[Node]:
-    shape_only = _shape_only(node)
+    shape_only = is_shape_only(node)
     for source in node.all_input_nodes:
         if not (shape_only and source is node.args[0]):
             yield source
-
-
-def _shape_only(node: Node) -> bool:
-    """Whether the operator looks at its first tensor's shape and type, not at its values."""
-    name = op_name(node)
-    return name.endswith("_like") or name.startswith("aten.new_") or name == "aten.sym_size"
 
 
 def _shaped(node: Node, sizes: Sizes) -> torch.Tensor:

@@ -16,9 +16,10 @@ from sympy.core.function import AppliedUndef
 from sparsify.ir import MaskKind, MaskProof
 from sparsify.passes import mask_concrete
 from sparsify.passes.capture import Captured
+from sparsify.passes.context import Context
 from sparsify.passes.frame import Frame
 from sparsify.passes.graphs import dtype_of, number, shape_of
-from sparsify.passes.index_expr import Evaluator, Leaf
+from sparsify.passes.index_expr import Leaf
 from sparsify.passes.mask_concrete import NotRunnable, Slice, concrete
 from sparsify.passes.mask_formula import Shape, decide
 from sparsify.passes.mask_values import SOFTEST_FILL, visibility
@@ -29,25 +30,24 @@ __all__ = ["prove_mask"]
 Expr = Any
 
 
-def prove_mask(captured: Captured, frame: Frame, frozen: frozenset[Any] = frozenset()) -> MaskProof:
+def prove_mask(frame: Frame, context: Context) -> MaskProof:
     """The mask of a site, as far as it is one that a sparse operator can honour.
 
     The kind is CAUSAL, aligned so that the last query sees the last key.
 
     Args:
-        captured: the captured model.
         frame: the site's indices.
-        frozen: nodes that are changed in place and cannot be read.
+        context: the graph around the site.
 
     Raises:
         Refused: with the code that says what the mask is instead, or why it is not known.
     """
     call = frame.call
     if call.mask is None:
-        return _without_tensor(captured, frame)
+        return _without_tensor(context.captured, frame)
     if call.is_causal:
         raise Refused("FORM_UNSUPPORTED", "a mask and is_causal are given together")
-    return _Proof(captured, frame, frozen).run()
+    return _Proof(frame, context).run()
 
 
 def _without_tensor(captured: Captured, frame: Frame) -> MaskProof:
@@ -130,16 +130,16 @@ def _plain(offset: Expr) -> int | str:
 class _Proof:
     """One mask tensor: read, decided, checked."""
 
-    def __init__(self, captured: Captured, frame: Frame, frozen: frozenset[Any]) -> None:
-        self.captured, self.frame = captured, frame
+    def __init__(self, frame: Frame, context: Context) -> None:
+        self.captured, self.frame = context.captured, frame
         assert frame.call.mask is not None
         self.mask = frame.call.mask
-        self.evaluator = Evaluator(captured, frame.space, frozen)
+        self.evaluator = context.evaluator(frame.space)
         self.slice: Slice | None = None
 
     def run(self) -> MaskProof:
         value = self.evaluator.value(self.mask, self.frame.mask_index(self.mask))
-        seen = visibility(value, dtype_of(self.mask), self.evaluator)
+        seen = visibility(value, dtype_of(self.mask), self.evaluator, self.frame.h)
         formula, padding, exact = self._without_padding(seen.formula.subs(self.frame.tie))
         assumptions = list(seen.assumptions)
         if not exact:
@@ -257,7 +257,7 @@ class _Proof:
     def _by_numbers(self, evidence: str) -> Refused | None:
         """A refusal with a counterexample, when the mask's own numbers give one."""
         try:
-            mask, sizes = self._numbers(MIN_LENGTHS[0])
+            mask, sizes = self._numbers(MIN_LENGTHS[0], unpadded=True)
         except NotRunnable:
             return None
         found = self._counterexample(mask, sizes, None, self.frame.shift)
@@ -271,7 +271,7 @@ class _Proof:
         beyond = self.slice.largest_constant() + 8
         for length in (MIN_LENGTHS[1], max(MIN_LENGTHS[0], beyond)):
             try:
-                mask, sizes = self._numbers(length, proof.padding)
+                mask, sizes = self._numbers(length)
             except NotRunnable as error:
                 raise Refused(
                     "MASK_UNPROVED",
@@ -286,10 +286,8 @@ class _Proof:
                     f"{found}; {proof.evidence}",
                 )
 
-    def _numbers(
-        self, length: int, padding: str | None = None
-    ) -> tuple[torch.Tensor, dict[Expr, int]]:
-        """The mask's values [B, H, L, S] at a length, and the sizes used."""
+    def _numbers(self, length: int, unpadded: bool = False) -> tuple[torch.Tensor, dict[Expr, int]]:
+        """The mask's values at a length, with random padding or none, and the sizes used."""
         self.slice = self.slice or Slice(self.captured, self.mask)
         leads = _lead_symbols(self.frame).union(
             *(shape_of(n)[0].free_symbols for n in self.slice.model_inputs() if shape_of(n))
@@ -303,17 +301,18 @@ class _Proof:
             raise NotRunnable(f"a mask of {shape} is too large to check")
         for key, query in self.frame.tie.items():
             sizes[key] = sizes[query]
-        self.inputs = self._inputs(sizes)
+        self.inputs = self._inputs(sizes, unpadded)
         return self.slice.run(sizes, self.inputs), sizes
 
-    def _inputs(self, sizes: dict[Expr, int]) -> dict[str, torch.Tensor]:
+    def _inputs(self, sizes: dict[Expr, int], unpadded: bool) -> dict[str, torch.Tensor]:
         assert self.slice is not None
         out = {}
         for node in self.slice.model_inputs():
             shape = tuple(concrete(size, sizes) for size in shape_of(node))
             if len(shape) != 2 or dtype_of(node).is_floating_point:
                 raise NotRunnable(f"{node.name} would have to be made up")
-            out[node.name] = mask_concrete.random_padding(shape, dtype_of(node))
+            padding = mask_concrete.random_padding(shape, dtype_of(node))
+            out[node.name] = torch.ones_like(padding) if unpadded else padding
         return out
 
     def _counterexample(

@@ -33,8 +33,8 @@ class Visibility:
     assumptions: tuple[str, ...] = ()
 
 
-def visibility(value: Any, dtype: torch.dtype, evaluator: Evaluator) -> Visibility:
-    """The visibility that a mask value of `dtype` means.
+def visibility(value: Any, dtype: torch.dtype, evaluator: Evaluator, head: Expr) -> Visibility:
+    """The visibility that a mask value of `dtype` means. `head` is the index of the query head.
 
     Raises:
         Refused: LOGIT_BIAS, FILL_NOT_MASKING or MASK_UNPROVED for float masks that are no masks.
@@ -46,7 +46,7 @@ def visibility(value: Any, dtype: torch.dtype, evaluator: Evaluator) -> Visibili
     items = value.items if isinstance(value, Cases) else ((sympy.true, values.number(value)),)
     parts = []
     for condition, number in items:
-        for extra, constant in _constants(number, evaluator, assumptions):
+        for extra, constant in _constants(number, evaluator, head, assumptions):
             seen = _is_visible(constant, dtype, assumptions)
             if seen:
                 parts.append(sympy.And(condition, extra))
@@ -54,7 +54,7 @@ def visibility(value: Any, dtype: torch.dtype, evaluator: Evaluator) -> Visibili
 
 
 def _constants(
-    number: Expr, evaluator: Evaluator, assumptions: list[str]
+    number: Expr, evaluator: Evaluator, head: Expr, assumptions: list[str]
 ) -> list[tuple[Any, Expr]]:
     """The constants that `number` can be, each with its condition."""
     if number.is_number:
@@ -62,7 +62,7 @@ def _constants(
     functions = number.atoms(AppliedUndef)
     leaves = [evaluator.leaves[f.func.__name__] for f in functions]
     if len(functions) != 1 or not _is_flag(leaves[0]):
-        raise _no_mask(number, leaves)
+        raise _no_mask(number, leaves, head)
     function = functions.pop()
     assumptions.append(f"{leaves[0].node.name} holds only 0 and 1")
     kept = evaluator.values.compare("ne", function, sympy.Integer(0))
@@ -70,7 +70,7 @@ def _constants(
     for flag, condition in ((1, kept), (0, sympy.Not(kept))):
         constant = sympy.expand(number.subs(function, flag))
         if not constant.is_number or constant.has(sympy.nan, sympy.zoo):
-            raise _no_mask(number, leaves)
+            raise _no_mask(number, leaves, head)
         out.append((condition, constant))
     return out
 
@@ -104,8 +104,8 @@ def _is_visible(constant: Expr, dtype: torch.dtype, assumptions: list[str]) -> b
     return False
 
 
-def _no_mask(number: Expr, leaves: list[Leaf]) -> Refused:
-    if any(leaf.trained for leaf in leaves) or not leaves:
+def _no_mask(number: Expr, leaves: list[Leaf], head: Expr) -> Refused:
+    if any(leaf.trained for leaf in leaves) or not leaves or number.has(head):
         return Refused("LOGIT_BIAS", "the scores get an additive bias", f"it adds {number}")
     whole = [leaf for leaf in leaves if leaf.kind == "input"]
     if whole:

@@ -63,7 +63,7 @@ def _does_nothing(node: Node) -> bool:
         return True
     if name == "aten.slice":
         return _is_full_slice(node, source)
-    if name == "aten.to":
+    if name in ("aten.to", "aten.type_as"):
         return _is_same(node, source) and not _copies(node)
     if name == "aten.dropout":
         return argument(node, "train") is False or argument(node, "p") == 0

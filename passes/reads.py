@@ -9,15 +9,26 @@ meets it fails with its name.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import sympy
 import torch
+from sympy.core.function import AppliedUndef
 from torch.fx import Node
 
-from sparsify.passes.graphs import argument, aten, is_tensor, op_name, shape_of
+from sparsify.passes.graphs import (
+    argument,
+    aten,
+    expression,
+    is_shape_only,
+    is_tensor,
+    op_name,
+    shape_of,
+)
+from sparsify.passes.index_expr import Evaluator
+from sparsify.passes.index_ops import indexed_source
 from sparsify.passes.index_space import IndexSpace
 from sparsify.passes.matchers import sdpa
 from sparsify.passes.views import broadcast_index, concat_parts, view_source
@@ -70,12 +81,20 @@ class Reader:
         space: the index symbols of the proof.
         stop: nodes at which a walk ends.
         causal: attention nodes already proved causal: their row i reads keys 0..i only.
+        evaluator: reads the values of index tensors, if given.
+        frozen: nodes that are changed in place; a walk does not look into them.
     """
 
     def __init__(
-        self, space: IndexSpace, stop: Collection[Node] = (), causal: Collection[Node] = ()
+        self,
+        space: IndexSpace,
+        stop: Collection[Node] = (),
+        causal: Collection[Node] = (),
+        evaluator: Evaluator | None = None,
+        frozen: Collection[Node] = (),
     ) -> None:
-        self.space = space
+        self.space, self.evaluator = space, evaluator
+        self.frozen = frozenset(frozen)
         self.stop = frozenset(stop)
         self.causal = frozenset(causal)
         self.mixed: dict[Expr, str] = {}  # whole axes, with the operator that reads them
@@ -105,8 +124,11 @@ class Reader:
 
     def _leaf(self, node: Node, index: Index) -> Read:
         known = node in self.stop or node.op in ("placeholder", "get_attr")
-        creates = not any(is_tensor(source) for source in node.all_input_nodes)
-        return Read(node, index, "" if known or creates else op_name(node) or str(node.target))
+        tensors = [source for source in node.all_input_nodes if is_tensor(source)]
+        creates = not tensors or is_shape_only(node)
+        written = node in self.frozen and node not in self.stop
+        unread = (written or not (known or creates)) and (op_name(node) or node.name)
+        return Read(node, index, f"{unread} (changed in place)" if written else unread or "")
 
     def _canonical(self, node: Node, index: Index) -> Index:
         """One symbol for every axis that is read whole, so that equal walks are seen as equal."""
@@ -131,7 +153,7 @@ class Reader:
         return node, tuple(entries)
 
     def _sources(self, node: Node, index: Index) -> list[Step | Read] | None:
-        if node.op != "call_function":
+        if node.op != "call_function" or node in self.frozen:
             return None
         view = view_source(node, index, self.space)
         if view is not None:
@@ -158,6 +180,41 @@ class Reader:
         for part, offset in parts:
             inside = self._inside(node, part, entry, axis, offset)
             yield part, (*index[:axis], inside, *index[axis + 1 :])
+
+    def _stacked(self, node: Node, index: Index) -> Iterator[Step | Read]:
+        axis = _axis(argument(node, "dim", 0), len(index))
+        yield Read(node, (index[axis],), guard=True)
+        for part in argument(node, "tensors"):
+            yield part, (*index[:axis], *index[axis + 1 :])
+
+    def _written(self, node: Node, index: Index) -> list[Step | Read] | None:
+        """slice_scatter: a piece written over an axis of features, or of heads."""
+        source, piece = node.args[:2]
+        axis, start = _axis(argument(node, "dim", 0), len(index)), argument(node, "start") or 0
+        assert isinstance(source, Node) and isinstance(piece, Node)
+        if argument(node, "step", 1) != 1:
+            return None
+        inside = self._inside(node, piece, index[axis], axis, expression(start))
+        return [
+            Read(node, (index[axis],), guard=True),
+            (source, index),
+            (piece, (*index[:axis], inside, *index[axis + 1 :])),
+        ]
+
+    def _copied(self, node: Node, index: Index) -> Iterator[Step]:
+        """copy(x, y): y in the shape of x."""
+        source = node.args[1]
+        assert isinstance(source, Node)
+        yield source, broadcast_index(index, shape_of(source))
+
+    def _indexed(self, node: Node, index: Index) -> list[Step | Read] | None:
+        """x[t0, t1, ...], where the index tensors can be read."""
+        if self.evaluator is None:
+            return None
+        found = indexed_source(self.evaluator, node, index)
+        if found is None or any(entry.atoms(AppliedUndef) for entry in found[1]):
+            return None
+        return [found]
 
     def _inside(self, cat: Node, part: Node, entry: Expr, axis: int, offset: Expr) -> Expr:
         """The entry inside a part: a symbol of its own, tied to the whole by `parts`."""
@@ -292,6 +349,10 @@ class Reader:
         return (*lead[:-1], self.space.divmod(lead[-1], group)[0])
 
 
+def _axis(dim: int, rank: int) -> int:
+    return dim + rank if dim < 0 else dim
+
+
 def is_pointwise(node: Node) -> bool:
     """Whether every element of the output depends on the same element of the inputs only."""
     name = op_name(node)
@@ -301,12 +362,15 @@ def is_pointwise(node: Node) -> bool:
     return isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags
 
 
-_Rule = Callable[
-    [Reader, Node, Index], "Iterator[Step | Read] | Iterator[Step] | list[Step] | None"
-]
+_Sources = Iterable[Step] | Iterable[Read] | Iterable[Step | Read]
+_Rule = Callable[[Reader, Node, Index], "_Sources | None"]
 _RULES: dict[str, _Rule] = {
     "aten.cat": Reader._concat,
     "aten.concat": Reader._concat,
+    "aten.stack": Reader._stacked,
+    "aten.slice_scatter": Reader._written,
+    "aten.index": Reader._indexed,
+    "aten.copy": Reader._copied,
     "aten.linear": Reader._linear,
     "aten.matmul": Reader._matmul,
     "aten.mm": Reader._matmul,
