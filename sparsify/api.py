@@ -10,7 +10,13 @@ from typing import Any
 import torch
 
 from sparsify import planner
-from sparsify.errors import CaptureError, MissingExtraError, NothingToDoError, UsageError
+from sparsify.errors import (
+    CaptureError,
+    MissingExtraError,
+    NothingToDoError,
+    SparsifyError,
+    UsageError,
+)
 from sparsify.ir import AttentionSite, Refusal
 from sparsify.passes.capture import capture, example_inputs, is_transformers_model
 from sparsify.passes.detect import detect
@@ -174,7 +180,7 @@ def sparsify(
             policy, found.sites, found.refusals, model=found.model, order=found.order or None
         )
     else:
-        _check_plan(plan, found)
+        planner.check_plan(plan, found.sites, found.refusals)
     if not plan.rewritten:
         raise NothingToDoError(
             f"Nothing to rewrite in {found.model}: {_why_nothing(plan)}.", "See `sparsify inspect`."
@@ -183,7 +189,7 @@ def sparsify(
     from sparsify.hosts import transformers as host_module
 
     target = model if inplace else host_module.copy_sharing_weights(model)
-    handle = host_module.apply(target, plan)  # type: ignore[arg-type]
+    handle = host_module.apply(target, plan)
     try:
         _probe(target, plan)
     except BaseException:
@@ -312,15 +318,6 @@ def _need_transformers() -> None:
         ) from None
 
 
-def _check_plan(plan: Plan, found: Inspection) -> None:
-    proved = {f"{site.fqn}#{site.ordinal}" for site in found.sites}
-    codes = {f"{r.fqn}#{r.ordinal}": f"{r.code}: {r.message}" for r in found.refusals}
-    for layer in plan.rewritten:
-        if layer.key not in proved:
-            reason = codes.get(layer.key, "no attention was found there")
-            raise UsageError(f"The plan rewrites {layer.key}, which is not proved ({reason}).")
-
-
 def _why_nothing(plan: Plan) -> str:
     if not len(plan):
         return "no attention was found"
@@ -341,6 +338,8 @@ def _probe(model: torch.nn.Module, plan: Plan) -> None:
     before = call_counts(model)
     try:
         model(**{k: _to(v, device) for k, v in example_inputs(model, seq_len=4).items()})
+    except SparsifyError:
+        raise
     except Exception as error:
         raise CaptureError(f"The rewritten {type(model).__name__} does not run: {error}") from error
     finally:

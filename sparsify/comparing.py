@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -58,7 +59,7 @@ class Context:
     @property
     def dense_rows(self) -> int:
         """Positions that stay dense in every layer: the smallest top-k * block size."""
-        return min((p.topk or 1) * (p.block_size or 1) for p in self.plan.rewritten)
+        return min(math.prod(p.budget) for p in self.plan.rewritten)
 
     @property
     def limit(self) -> int:
@@ -70,8 +71,8 @@ class Context:
     def derived_lengths(self) -> list[int]:
         """Lengths around the borders of blocks and of top-k * block size, up to the limit."""
         found: set[int] = {self.limit}
-        for size, dense in {(p.block_size or 1, (p.topk or 1)) for p in self.plan.rewritten}:
-            span = size * dense
+        for size, topk in {p.budget for p in self.plan.rewritten}:
+            span = size * topk
             found |= {1, size - 1, size + 1, span - 1, span + 1, 2 * span + 3, 4 * span}
         return sorted(n for n in found if 1 <= n <= self.limit)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 from typing import Any
 
@@ -46,7 +47,7 @@ def dense_limit(c: Context) -> CheckResult:
     rows = c.sparse_rows(lengths)
     if rows == 0:
         faults.append(f"no input of up to {c.limit} tokens reaches {c.dense_rows} tokens")
-    metrics = {"tokens": lengths, "worst_error": worst, "sparse_rows": rows}
+    metrics: dict[str, Any] = {"tokens": lengths, "worst_error": worst, "sparse_rows": rows}
     metrics["greedy_tokens"] = c.greedy_tokens
     done = (
         f"worst error {worst:.1e} of the largest logit at {join(lengths)} tokens "
@@ -105,7 +106,12 @@ def phases(c: Context) -> CheckResult:
         faults.append(f"with the selection replayed, logits differ by {far:.1e}")
     if flipped > share * rows:
         faults.append(f"{flipped} of {rows} rows choose other blocks")
-    metrics = {"tokens": n, "worst_error": far, "rows": rows, "rows_choosing_otherwise": flipped}
+    metrics: dict[str, Any] = {
+        "tokens": n,
+        "worst_error": far,
+        "rows": rows,
+        "rows_choosing_otherwise": flipped,
+    }
     metrics |= {"chunks_end_at": ends, "decoded_tokens": decoded}
     done = (
         f"{n} tokens in {len(ends)} steps ({decoded} of them decode): error {far:.1e} with the "
@@ -145,8 +151,8 @@ def _batched(call: SiteCall, place: int) -> SiteCall:
         both = [x[:1], x[:1].flip(2)]
         return torch.cat(both if place == 0 else both[::-1])
 
-    layout = {k: None if v is None else torch.cat([v[:1], v[:1]]) for k, v in call.layout.items()}
-    return SiteCall(call.plan, pair(call.q), pair(call.k), pair(call.v), call.scale, layout)
+    # The samples of this check are not padded, so the layout is the default for both sequences.
+    return dataclasses.replace(call, q=pair(call.q), k=pair(call.k), v=pair(call.v))
 
 
 def _with_one_thread(call: SiteCall) -> torch.Tensor:

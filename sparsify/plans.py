@@ -56,6 +56,13 @@ class LayerPlan:
         """Whether the site is to be rewritten."""
         return self.method != "dense"
 
+    @property
+    def budget(self) -> tuple[int, int]:
+        """Block size in tokens and top-k of a site to be rewritten."""
+        if self.block_size is None or self.topk is None:
+            raise ValueError(f"{self.key} stays dense and has no block size")
+        return self.block_size, self.topk
+
     def to_json(self) -> dict[str, Any]:
         """All fields, as stored."""
         return asdict(self)
@@ -154,7 +161,7 @@ class Plan:
         """
         if not isinstance(data, dict) or not isinstance(data.get("layers"), list):
             raise ArtefactError('Not a plan: expected a JSON object with a list "layers".')
-        schema = data.get("schema")
+        schema: Any = data.get("schema")
         if not _is_int(schema, 1):
             raise ArtefactError(f"Not a plan: schema is {schema!r}.")
         if schema > PLAN_SCHEMA:

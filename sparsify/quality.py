@@ -85,7 +85,7 @@ def measure_recall(model: torch.nn.Module, ids: torch.Tensor) -> list[LayerRecal
 
 def _recall(call: SiteCall) -> LayerRecall:
     plan, (n_T, n_D) = call.plan, call.q.shape[2:]
-    n_K, size = plan.topk or 1, plan.block_size or 1
+    size, n_K = plan.budget
     first = n_K * size
     blocks_BHTK = select(call)
     if first >= n_T:
@@ -106,15 +106,12 @@ def _recall(call: SiteCall) -> LayerRecall:
 
 def select(call: SiteCall) -> torch.Tensor:
     """The blocks `[B, Hq or Hkv, T, K']` that the site's plan chooses for this call."""
-    plan = call.plan
+    plan, (size, topk) = call.plan, call.plan.budget
+    where = {"q_start": call.q_start, "key_mask": call.key_mask}
     if plan.method == "moba":
-        return schemas.moba_select(
-            call.q, call.k, **call.layout, block_size=plan.block_size, topk=plan.topk
-        )
+        return schemas.moba_select(call.q, call.k, **where, block_size=size, topk=topk)
     iq, ik = proxy_index(call.q, call.k)
-    return schemas.msa_select(
-        iq, ik, **call.layout, block_size=plan.block_size, topk=plan.topk, local=plan.local
-    )
+    return schemas.msa_select(iq, ik, **where, block_size=size, topk=topk, local=plan.local)
 
 
 def _block_mass(

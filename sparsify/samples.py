@@ -23,9 +23,8 @@ def default_text() -> str:
     import pathlib
     import pickletools
     import textwrap
-    import typing
 
-    modules = (argparse, ast, decimal, heapq, logging, optparse, pathlib, textwrap, typing)
+    modules = (argparse, ast, decimal, heapq, logging, optparse, pathlib, textwrap)
     texts = [m.__doc__ or "" for m in modules]
     for module in (*modules, pickletools):
         for name in sorted(vars(module)):

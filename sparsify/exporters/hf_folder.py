@@ -1,4 +1,4 @@
-"""A rewritten transformers model as a folder: safetensors, config, tokenizer, plan, report, manifest."""
+"""A rewritten transformers model as a folder: weights, config, tokenizer, plan and report."""
 
 from __future__ import annotations
 

@@ -11,6 +11,7 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,23 +30,21 @@ __all__ = ["FALLBACK", "SiteCall", "observing", "proxy_index", "run_sparse", "sp
 FALLBACK = "fallback, "
 
 
+@dataclass(frozen=True)
 class SiteCall:
-    """One sparse attention call as an observer sees it: the plan, q, k, v and the op's layout.
+    """One sparse attention call as an observer sees it.
 
-    q `[B, Hq, T, D]`, k and v `[B, Hkv, S, *]`; `layout` holds the op's LAY arguments that are not
-    at their default.
+    q `[B, Hq, T, D]`, k and v `[B, Hkv, S, *]`; `q_start` `[B]` and `key_mask` `[B, S]` are the
+    op's arguments of these names, None at their defaults; `scale` None means D ** -0.5.
     """
 
-    def __init__(
-        self,
-        plan: LayerPlan,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        scale: float | None,
-        layout: dict[str, torch.Tensor | None],
-    ) -> None:
-        self.plan, self.q, self.k, self.v, self.scale, self.layout = plan, q, k, v, scale, layout
+    plan: LayerPlan
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    scale: float | None
+    q_start: torch.Tensor | None
+    key_mask: torch.Tensor | None
 
 
 Observer = Callable[[SiteCall], None]
@@ -86,7 +85,9 @@ def sparsify_attention(
         if fallback is not None and settings.strict():
             raise StrictError(f"{plan.fqn} would run dense: {fallback}.")
         if fallback is None:
-            call = SiteCall(plan, query, key, value, scaling, _layout(attention_mask))
+            call = SiteCall(
+                plan, query, key, value, scaling, attention_mask.q_start, attention_mask.padding
+            )
             watch = _observer.get()
             if watch is not None:
                 watch[0](call)
@@ -141,37 +142,29 @@ def _fallback(
     return None
 
 
-def _layout(mask: SparsityMask) -> dict[str, torch.Tensor | None]:
-    return {"q_start": mask.q_start, "key_mask": mask.padding}
-
-
 def _block_means(
     plan: LayerPlan, key: torch.Tensor, mask: SparsityMask, layer: SparseDynamicLayer | None
 ) -> torch.Tensor | None:
     """Cached block means, where the cache keeps them and blocks are contiguous."""
-    if (
-        plan.method != "moba"
-        or layer is None
-        or not mask.left_padded_only
-        or plan.block_size is None
-    ):
+    if plan.method != "moba" or layer is None or not mask.left_padded_only:
         return None
-    return layer.block_means_for(key, plan.block_size, mask.origins)
+    return layer.block_means_for(key, plan.budget[0], mask.origins)
 
 
 def run_sparse(call: SiteCall, block_means: torch.Tensor | None = None) -> torch.Tensor:
     """Output `[B, Hq, T, Dv]` of the op that the plan names."""
-    plan = call.plan
+    plan, (block_size, topk) = call.plan, call.plan.budget
     with selection.site(plan.key):
         if plan.method == "moba":
             out, _ = schemas.moba_attention(
                 call.q,
                 call.k,
                 call.v,
-                **call.layout,
+                q_start=call.q_start,
+                key_mask=call.key_mask,
                 block_means=block_means,
-                block_size=plan.block_size,
-                topk=plan.topk,
+                block_size=block_size,
+                topk=topk,
                 scale=call.scale,
             )
         else:
@@ -182,9 +175,10 @@ def run_sparse(call: SiteCall, block_means: torch.Tensor | None = None) -> torch
                 call.v,
                 iq,
                 ik,
-                **call.layout,
-                block_size=plan.block_size,
-                topk=plan.topk,
+                q_start=call.q_start,
+                key_mask=call.key_mask,
+                block_size=block_size,
+                topk=topk,
                 local=plan.local,
                 scale=call.scale,
             )

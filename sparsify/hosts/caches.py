@@ -40,18 +40,17 @@ class BlockMeans:
             self.means_BGND = None
         self.block_size, self.origins = block_size, origins
         # Blocks complete in every sequence are kept, those complete in some are taken each time.
-        first = 0 if self.means_BGND is None else self.means_BGND.shape[2]
+        known = [] if self.means_BGND is None else [self.means_BGND]
+        first = known[0].shape[2] if known else 0
         in_all = max(0, n_S - max(origins or (0,))) // block_size
         in_some = max(0, n_S - min(origins or (0,))) // block_size
-        if self.means_BGND is None or in_all > first:
-            fresh = self._means(keys_BGSD, first, in_all)
-            self.means_BGND = torch.cat([*([] if first == 0 else [self.means_BGND]), fresh], 2)
-        parts = [self.means_BGND, self._means(keys_BGSD, in_all, in_some)]
+        if not known or in_all > first:
+            known.append(self._means(keys_BGSD, first, in_all))
+        kept = self.means_BGND = torch.cat(known, 2)
+        parts = [kept, self._means(keys_BGSD, in_all, in_some)]
         missing = -(-n_S // block_size) - in_some
         if missing > 0:
-            parts.append(
-                self.means_BGND.new_zeros(*keys_BGSD.shape[:2], missing, keys_BGSD.shape[3])
-            )
+            parts.append(kept.new_zeros(*kept.shape[:2], missing, kept.shape[3]))
         return torch.cat(parts, 2)
 
     def crop(self, n_S: int) -> None:
@@ -91,7 +90,7 @@ class BlockMeans:
 
     def _means(self, keys_BGSD: torch.Tensor, first: int, last: int) -> torch.Tensor:
         """Means of blocks first..last-1; where a sequence is too short for one, it is zero."""
-        n_B, n_G, n_S, n_D = keys_BGSD.shape
+        n_B, n_G, _n_S, n_D = keys_BGSD.shape
         means_BGND = keys_BGSD.new_zeros(n_B, n_G, max(0, last - first), n_D)
         for row, origin in enumerate(self.origins or (0,) * n_B):
             span = slice(origin + first * self.block_size, origin + last * self.block_size)

@@ -17,9 +17,7 @@ class TinyAttention(torch.nn.Module):
         self.qkv = torch.nn.Linear(16, 48)
 
     def forward(self, x):
-        q, k, v = (
-            t.view(*x.shape[:2], 2, 8).transpose(1, 2) for t in self.qkv(x).chunk(3, -1)
-        )
+        q, k, v = (t.view(*x.shape[:2], 2, 8).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
         return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
 
 

@@ -32,7 +32,7 @@ def by_name(report):
 
 
 def test_a_right_rewrite_passes_every_check(pair, tmp_path):
-    model, result = pair
+    _model, result = pair
     folder = sp.export(result, tmp_path / "out")
     report = run(pair, directory=folder, expected=3)
     assert {name: c.status for name, c in by_name(report).items()} == {
@@ -54,7 +54,7 @@ def test_lengths_stand_around_the_borders_of_blocks_and_of_top_k(pair):
 
 
 def test_structure_fails_when_a_weight_changed(pair):
-    model, result = pair
+    _model, result = pair
     name, old = next(iter(result.model.named_parameters()))
     module = result.model.get_submodule(name.rpartition(".")[0])
     new = old.detach().clone()
@@ -86,7 +86,7 @@ def test_dense_limit_fails_when_the_op_is_wrong(pair, monkeypatch):
 
 
 def test_dense_limit_fails_when_no_row_is_sparse(pair):
-    model, result = pair
+    _model, result = pair
     wide = result.plan.layers
     wide = tuple(dataclasses.replace(p, topk=10**5) if p.sparse else p for p in wide)
     host.apply(result.model, sp.Plan(wide))
@@ -130,7 +130,7 @@ def test_quality_reports_recalls_of_every_sparse_layer(pair):
 
 
 def test_recalls_are_one_when_all_blocks_are_taken(pair):
-    model, result = pair
+    _model, result = pair
     layers = tuple(
         dataclasses.replace(p, topk=5, block_size=8) if p.sparse else p for p in result.plan
     )
@@ -152,7 +152,9 @@ def test_losses_are_those_of_cross_entropy(pair):
     measured = run(pair, "V6").checks[0].metrics["runs"][0]
     ids = ids[:, : measured["tokens"]]
     with torch.no_grad():
-        assert measured["dense_loss_nats"] == pytest.approx(float(model(ids, labels=ids).loss), 1e-4)
+        assert measured["dense_loss_nats"] == pytest.approx(
+            float(model(ids, labels=ids).loss), 1e-4
+        )
         sparse = float(result.model(ids, labels=ids).loss)
     assert measured["sparse_loss_nats"] == pytest.approx(sparse, 1e-4)
 
@@ -171,3 +173,21 @@ def test_an_unknown_check_and_a_dense_model_are_user_errors(pair):
         run(pair, "V9")
     with pytest.raises(sp.UsageError, match="no plan"):
         checks.run(model, model)
+
+
+def test_no_op_holds_when_the_weights_lie_at_other_addresses(pair):
+    model, result = pair
+    for parameter in model.parameters():
+        room = torch.empty(parameter.numel() + 1)
+        room[1:] = parameter.detach().view(-1)
+        parameter.data = room[1:].view(parameter.shape)
+    assert run((model, result), "V1", "V2").ok
+
+
+@pytest.mark.parametrize(("recall", "status"), [(0.01, "passed"), (0.999, "failed")])
+def test_a_quality_budget_of_the_policy_is_held(recall, status):
+    model = build("llama")
+    policy = sp.Policy.moba(block_size=SIZE, topk=TOPK, quality={"min_score_recall": recall})
+    report = run((model, sp.sparsify(model, policy)), "V6")
+    assert report.checks[0].status == status
+    assert ("score recall" in report.checks[0].summary) == (status == "failed")
