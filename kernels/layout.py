@@ -5,6 +5,11 @@ list of `Sequence`, and everything behind it sees one plain problem: queries at 
 from the first key of block 0, keys 0..length-1 counted from there too, an optional mask of the keys
 that are real. Block c of a sequence holds its keys c*B .. (c+1)*B-1.
 
+Positions and blocks are counted in slots, whatever a mask hides. A block before the one a query
+stands in is complete, since all its slots lie before the query; it is a candidate if one of them
+holds a real key. The block a query stands in keeps its place in the list even if a mask hides all
+of it, as long as it begins before `kv_len`. Queries before the origin have no block and see no key.
+
 Legend: B batch, H query heads, G key/value heads, T queries, S key slots, D head size, P pages,
 Z slots of a page, N blocks.
 """
@@ -35,7 +40,8 @@ class Layout(NamedTuple):
 
     q_start: `[B]` int, position of query 0 among the key slots; default `kv_len - T`.
     kv_len: `[B]` int, key slots in use; slots behind are never read; default S.
-    key_mask: `[B, S]` bool, False where a slot holds no key (padding, holes).
+    key_mask: `[B, S]` bool, False where a slot holds no key (padding, holes). A masked slot still
+        counts as a position, so it moves no other key to another block.
     block_origin: `[B]` int >= 0, slot where block 0 begins; default the first real key. Slots
         before the origin belong to no block and are never read.
     cu_seqlens_q, cu_seqlens_k: `[documents + 1]` int, packed documents (B is 1). Then `q_start`,

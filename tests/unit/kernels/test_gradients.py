@@ -60,7 +60,7 @@ def random_grads(out_shape, dtype=torch.float64, seed=99):
 @every_kind
 @pytest.mark.parametrize(
     ("size", "workspace"),
-    [(1, None), (16, 20_000), (64, None), (80, None), (96, None), (128, None)],
+    [(1, None), (16, 100_000), (64, None), (80, None), (96, None), (128, None)],
 )
 def test_every_head_size_and_an_odd_length(kind, size, workspace):
     case = make(kind, keys=61, size=size, value_size=size // 2 + 1)
@@ -209,7 +209,7 @@ def test_gradcheck_with_holes_offsets_and_the_sum(kind):
         out, lse = run(kind, dict(case, q=q, k=k, v=v), 4, 2, **where)
         return out, lse.masked_fill(lse == -math.inf, 0.0)
 
-    assert torch.autograd.gradcheck(attend, qkv, atol=1e-6)
+    assert torch.autograd.gradcheck(attend, qkv, atol=1e-6, fast_mode=True)
 
 
 def test_second_derivatives_are_refused_by_name():

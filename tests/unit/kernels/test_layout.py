@@ -66,6 +66,16 @@ def test_holes_count_as_slots_but_never_as_keys(kind):
 
 
 @every_kind
+def test_true_in_the_mask_means_a_real_key(kind):
+    case = make(kind, keys=24)
+    mask = torch.ones(1, 24, dtype=torch.bool)
+    mask[0, 5:14] = False
+    right = slow(kind, case, 4, 2, key_mask=mask).out
+    assert close(run(kind, case, 4, 2, key_mask=mask)[0], right)
+    assert not close(run(kind, case, 4, 2, key_mask=~mask)[0], right, 1e-3)
+
+
+@every_kind
 def test_a_past_block_without_real_keys_takes_no_place(kind):
     case = make(kind, keys=24)
     mask = torch.ones(1, 24, dtype=torch.bool)
