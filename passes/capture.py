@@ -7,6 +7,8 @@ model wrote one.
 from __future__ import annotations
 
 import contextlib
+import io
+import logging
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,8 +30,16 @@ from sparsify.passes.dims import (
     specialised,
 )
 from sparsify.passes.examples import example_inputs, is_transformers_model
+from sparsify.passes.signatures import spelt_out
 
 __all__ = ["Captured", "capture", "example_inputs", "is_transformers_model"]
+
+LOGGERS = (
+    "torch.fx.experimental.symbolic_shapes",
+    "torch.export",
+    "torch._export",
+    "torch._dynamo",
+)
 
 
 @dataclass(frozen=True)
@@ -113,13 +123,14 @@ def _export(model: torch.nn.Module, attempt: Attempt) -> tuple[ExportedProgram, 
     args, kwargs = attempt.args, attempt.kwargs
     if attempt.double:
         args, kwargs = doubled(args, kwargs)
-    program = torch.export.export(
-        model,
-        args,
-        kwargs,
-        dynamic_shapes=own_shapes(model, attempt.shapes, args, kwargs),
-        strict=False,
-    )
+    with spelt_out(model, args, kwargs):
+        program = torch.export.export(
+            model,
+            args,
+            kwargs,
+            dynamic_shapes=own_shapes(model, attempt.shapes, args, kwargs),
+            strict=False,
+        )
     return program, (args, kwargs)
 
 
@@ -129,12 +140,28 @@ def _quiet_inference(model: torch.nn.Module) -> Iterator[None]:
     flags = [(module, module.training) for module in model.modules()]
     try:
         model.eval()
-        with torch.no_grad(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with torch.no_grad(), _silence():
             yield
     finally:
         for module, training in flags:
             module.training = training
+
+
+@contextlib.contextmanager
+def _silence() -> Iterator[None]:
+    """torch.export warns, logs and prints graphs when a way of capturing fails; the notes and the
+    error say it once."""
+    loggers = [logging.getLogger(name) for name in LOGGERS]
+    levels = [logger.level for logger in loggers]
+    try:
+        for logger in loggers:
+            logger.setLevel(logging.CRITICAL)
+        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
 
 
 def _captured(

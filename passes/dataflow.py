@@ -50,17 +50,21 @@ def prove_stream(frame: Frame, context: Context) -> Stream:
     hidden = context.hidden
     if hidden is None:
         return Stream(separate_stream(frame.call, context.flow, bool(frame.tie)), None)
+    if hidden in context.frozen:
+        raise _not_self(f"{hidden.name} is changed in place while q, k and v are made of it")
     walks = {name: _Walk(frame, name, hidden, context) for name in ("q", "k", "v")}
     for walk in walks.values():
         walk.check_readable(context.flow)
     axis = _position_axis(frame, hidden, walks)
     _check_axes(frame, hidden, axis, walks)
     offsets = {name: walk.offset(axis) for name, walk in walks.items()}
-    if sympy.expand(offsets["k"] - offsets["v"]) != 0:
+    # as many values as keys, or the model could not run: so both are counted from the end
+    surplus = shape_of(frame.call.k)[-2] - shape_of(frame.call.v)[-2]
+    if sympy.expand(offsets["k"] - offsets["v"] + surplus) != 0:
         raise _not_self(f"k stands at {offsets['k']}, v at {offsets['v']} of the stream")
     cached = any(walk.cache for walk in walks.values())
     return Stream(
-        StreamProof(source=hidden.name, cached=cached),
+        StreamProof(hidden.name, cached, _assumed(walks.values())),
         sympy.expand(offsets["q"] - offsets["k"]),
     )
 
@@ -78,6 +82,7 @@ class _Walk:
         self.stream = [read.index for read in self.reads if read.node is hidden and not read.guard]
         self.parts = [part for part in self.reader.parts if part.entry == self.position]
         self.cache: list[Node] = []
+        self.beside: list[Node] = []
 
     def check_readable(self, flow: Dataflow) -> None:
         """Refuse what was not read, and inputs that reach k or v past the hidden state."""
@@ -98,18 +103,23 @@ class _Walk:
         if self._is_cache(read):
             self.cache.append(read.node)
             return
-        if not dtype_of(read.node).is_floating_point:
-            return  # positions and masks are numbers of tokens, not tokens
-        positions = [e for e in read.index if e.has(self.position) or e in self.reader.mixed]
-        if self.position in positions:
-            return
-        raise _not_self(f"{self.name} also reads the model input {read.node.name}")
+        own = self.position in read.index
+        if dtype_of(read.node).is_floating_point and own:
+            self.beside.append(read.node)
+        elif dtype_of(read.node).is_floating_point or self._elsewhere(read):
+            raise _not_self(f"{self.name} also reads the model input {read.node.name}")
+
+    def _elsewhere(self, read: Read) -> bool:
+        """Whether an input of numbers (positions, a padding mask) is read at another position;
+        read as a whole, it is where positions are counted from."""
+        return any(e.has(self.position) and e != self.position for e in read.index)
 
     def _is_cache(self, read: Read) -> bool:
         if self.name == "q" or len(self.parts) != 2:
             return False
-        first = self.parts[0]
-        return first.inside in read.index and first.offset == 0
+        first, b = self.parts[0], self.frame.b
+        own_row = not b.is_Symbol or any(entry.has(b) for entry in read.index)
+        return first.inside in read.index and first.offset == 0 and own_row
 
     def own(self) -> Part | None:
         """The part of a concatenation with a cache that holds the stream's own tokens."""
@@ -182,6 +192,9 @@ def _position_axis(frame: Frame, hidden: Node, walks: dict[str, _Walk]) -> int |
                 return axis
     if not any(symbol.is_Symbol for symbol in symbols.values()):
         return None
+    for name, walk in walks.items():
+        if any(_is_rearranged(entry, symbols[name], walk) for i in walk.stream for entry in i):
+            raise _not_self(f"{name} reads the positions of {hidden.name} in another order")
     raise Refused(
         "SOFTMAX_AXIS",
         "attention runs over an axis that is not the positions of the token stream",
@@ -197,6 +210,17 @@ def _counts(axis: int, symbol: Expr, walk: _Walk) -> bool:
         index[axis].coeff(symbol) == 1 and not index[axis].free_symbols & others
         for index in walk.stream
     )
+
+
+def _is_rearranged(entry: Expr, symbol: Expr, walk: _Walk) -> bool:
+    """Whether an axis is counted by the symbol in some other way, without features in between."""
+    others = set(walk.frame.space.sizes) - {symbol, walk.frame.b}
+    return bool(symbol.is_Symbol and entry.has(symbol) and not entry.free_symbols & others)
+
+
+def _assumed(walks: Iterable[_Walk]) -> tuple[str, ...]:
+    names = sorted({node.name for walk in walks for node in walk.beside})
+    return tuple(f"{name} holds one row for every token of the stream" for name in names)
 
 
 def _check_axes(frame: Frame, hidden: Node, axis: int | None, walks: dict[str, _Walk]) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import sympy
+import torch
 from torch.fx import Node
 
 from sparsify.ir import AttentionSite, MaskProof, Refusal, site_key
@@ -34,6 +35,7 @@ from sparsify.passes.separate import equal_lengths
 __all__ = ["Detection", "attention_nodes", "detect"]
 
 Expr = Any
+DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 # what a mask may be refused for that says less than "this is no self-attention"
 WEAK_CODES = ("NOT_CAUSAL", "MASK_UPPER_LEFT")
 
@@ -179,9 +181,11 @@ def _check_call(call: SdpaCall) -> None:
         )
     if isinstance(call.is_causal, Node):
         raise Refused("MASK_UNPROVED", "is_causal is computed while the model runs")
-    if len(call.dtypes) != 1 or not next(iter(call.dtypes)).is_floating_point:
+    if len(call.dtypes) != 1 or not call.dtypes <= DTYPES:
         names = ", ".join(sorted(str(dtype) for dtype in call.dtypes))
-        raise Refused("DTYPE", "q, k and v must have one floating-point type", names)
+        raise Refused(
+            "DTYPE", "q, k and v must have one floating-point type, of 16 bits or more", names
+        )
 
 
 def _scale(call: SdpaCall) -> float:

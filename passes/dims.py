@@ -81,7 +81,18 @@ def own_shapes(
 
 
 def _mapped(shapes: Any, tree: Tree) -> Tree:
-    return pytree.tree_map(lambda leaf: shapes(leaf) if _is_tensor(leaf) else None, tree)
+    """Specs in the tree of the inputs; torch.export wants a flat list for registered classes."""
+    if _is_tensor(tree):
+        return shapes(tree)
+    if isinstance(tree, dict):
+        return {key: _mapped(shapes, value) for key, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        specs = [_mapped(shapes, value) for value in tree]
+        return specs if isinstance(tree, list) else tuple(specs)
+    leaves = pytree.tree_leaves(tree)
+    if len(leaves) == 1 and leaves[0] is tree:
+        return None
+    return [_mapped(shapes, leaf) for leaf in leaves]
 
 
 def doubled(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
@@ -101,7 +112,7 @@ def found_dims(program: ExportedProgram, users: Sequence[str]) -> dict[str, dict
     for node in program.graph.find_nodes(op="placeholder"):
         value = node.meta.get("val")
         if node.name in users and isinstance(value, torch.Tensor):
-            dims = {d: str(s) for d, s in enumerate(value.shape) if isinstance(s, torch.SymInt)}
+            dims = {d: str(s) for d, s in enumerate(value.shape) if _is_free(s)}
             if dims:
                 out[node.name] = dims
     return out
@@ -114,7 +125,7 @@ def specialised(program: ExportedProgram, attempt: Attempt, inputs: Any) -> tupl
     out = []
     for name, value, example in _pairs(program, inputs):
         for dim in attempt.shapes(example) or {}:
-            if not isinstance(value.shape[dim], torch.SymInt):
+            if not _is_free(value.shape[dim]):
                 fixed = value.shape[dim]
                 out.append(f"dim {dim} of {name} is fixed at {fixed} by the model's code")
     return tuple(out)
@@ -126,8 +137,13 @@ def example_sizes(program: ExportedProgram, inputs: Any) -> dict[str, int]:
         str(size): int(example.shape[dim])
         for _, value, example in _pairs(program, inputs)
         for dim, size in enumerate(value.shape)
-        if isinstance(size, torch.SymInt)
+        if _is_free(size)
     }
+
+
+def _is_free(size: Any) -> bool:
+    """Whether a size still has a symbol: a captured SymInt can be a number by now."""
+    return isinstance(size, torch.SymInt) and bool(size.node.expr.free_symbols)
 
 
 def _pairs(

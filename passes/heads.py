@@ -65,6 +65,12 @@ def head_layout(frame: Frame, context: Context) -> HeadLayout:
 
 
 def _check_ranks(call: SdpaCall) -> None:
+    if shape_of(call.node)[:-2] != shape_of(call.q)[:-2]:
+        raise Refused(
+            "FORM_UNSUPPORTED",
+            "the queries are broadcast over a batch or over heads",
+            f"q has shape {shape_of(call.q)}, the output {shape_of(call.node)}",
+        )
     ranks = {len(shape_of(node)) for node in (call.q, call.k, call.v)}
     if ranks not in ({2}, {3}, {4}):
         raise Refused(

@@ -151,7 +151,7 @@ class _Proof:
         proof = _aligned(
             self.captured, self.frame, shape, padding, tuple(dict.fromkeys(assumptions)), evidence
         )
-        self._cross_check(proof, shape)
+        self._cross_check(proof)
         return proof
 
     def _without_padding(self, formula: Any) -> tuple[Any, str | None, bool]:
@@ -204,7 +204,7 @@ class _Proof:
         names = ", ".join(sorted({leaf.node.name for leaf in leaves}))
         if any(leaf.trained for leaf in leaves):
             return Refused("MASK_UNPROVED", f"the mask depends on parameters ({names})", evidence)
-        if self._by_document(formula, functions):
+        if self._by_document(formula):
             return Refused("MASK_UNSUPPORTED", f"documents are kept apart by {names}", evidence)
         if not any(leaf.inputs for leaf in leaves):
             return self._by_numbers(evidence) or Refused(
@@ -236,10 +236,10 @@ class _Proof:
         name = getattr(function.func, "__name__", "")
         return self.evaluator.leaves.get(name) or self.evaluator.leaves[str(function)]
 
-    def _by_document(self, formula: Any, functions: list[Expr]) -> bool:
+    def _by_document(self, formula: Any) -> bool:
         """Two reads of one table, at the query and at the key, that must be equal."""
         i, j = self.frame.i, self.frame.j
-        return len(functions) >= 2 and any(
+        return any(
             isinstance(atom, sympy.Eq | sympy.Ne)
             and len(found := atom.atoms(AppliedUndef)) == 2
             and len({f.func for f in found}) == 1
@@ -256,20 +256,26 @@ class _Proof:
 
     def _by_numbers(self, evidence: str) -> Refused | None:
         """A refusal with a counterexample, when the mask's own numbers give one."""
-        try:
-            mask, sizes = self._numbers(MIN_LENGTHS[0], unpadded=True)
-        except NotRunnable:
-            return None
-        found = self._counterexample(mask, sizes, None, self.frame.shift)
-        if found is None:
-            return None
-        return Refused("MASK_UNSUPPORTED", "not a causal mask", f"{found}; {evidence}"[:2000])
+        for length in self._lengths():
+            try:
+                mask, sizes = self._numbers(length, unpadded=True)
+            except NotRunnable:
+                return None
+            found = self._counterexample(mask, sizes, None)
+            if found is not None:
+                evidence = f"{found}; {evidence}"
+                return Refused("MASK_UNSUPPORTED", "not a causal mask", evidence)
+        return None
 
-    def _cross_check(self, proof: MaskProof, shape: Shape) -> None:
-        """The mask's numbers against the formula, at sizes beyond every constant in it."""
+    def _lengths(self) -> tuple[int, int]:
+        """A short odd length, and one beyond every constant of the mask."""
         self.slice = self.slice or Slice(self.captured, self.mask)
         beyond = self.slice.largest_constant() + 8
-        for length in (MIN_LENGTHS[1], max(MIN_LENGTHS[0], beyond)):
+        return 7, max(mask_concrete.MIN_LENGTH, beyond)
+
+    def _cross_check(self, proof: MaskProof) -> None:
+        """The mask's numbers against the formula, at sizes beyond every constant in it."""
+        for length in self._lengths():
             try:
                 mask, sizes = self._numbers(length)
             except NotRunnable as error:
@@ -278,7 +284,7 @@ class _Proof:
                     "the proof of the mask could not be checked by numbers",
                     f"{error}; {proof.evidence}",
                 ) from None
-            found = self._counterexample(mask, sizes, proof.padding, shape.offset)
+            found = self._counterexample(mask, sizes, proof.padding)
             if found is not None:
                 raise Refused(
                     "MASK_UNPROVED",
@@ -301,26 +307,35 @@ class _Proof:
             raise NotRunnable(f"a mask of {shape} is too large to check")
         for key, query in self.frame.tie.items():
             sizes[key] = sizes[query]
+        self._fit_padding(sizes)
         self.inputs = self._inputs(sizes, unpadded)
         return self.slice.run(sizes, self.inputs), sizes
+
+    def _fit_padding(self, sizes: dict[Expr, int]) -> None:
+        """A padding input of free length gets one column for every key."""
+        assert self.slice is not None
+        for node in self.slice.model_inputs():
+            columns = shape_of(node)[-1] if len(shape_of(node)) == 2 else None
+            if getattr(columns, "is_Symbol", False) and columns not in _length_symbols(self.frame):
+                sizes[columns] = concrete(self.frame.kv_len, sizes)
 
     def _inputs(self, sizes: dict[Expr, int], unpadded: bool) -> dict[str, torch.Tensor]:
         assert self.slice is not None
         out = {}
         for node in self.slice.model_inputs():
             shape = tuple(concrete(size, sizes) for size in shape_of(node))
-            if len(shape) != 2 or dtype_of(node).is_floating_point:
+            if len(shape) != 2:
                 raise NotRunnable(f"{node.name} would have to be made up")
             padding = mask_concrete.random_padding(shape, dtype_of(node))
             out[node.name] = torch.ones_like(padding) if unpadded else padding
         return out
 
     def _counterexample(
-        self, mask: torch.Tensor, sizes: dict[Expr, int], padding: str | None, offset: Expr
+        self, mask: torch.Tensor, sizes: dict[Expr, int], padding: str | None
     ) -> str | None:
-        """The first (query, key) where the mask differs from causal with `offset` and padding."""
+        """The first (query, key) where the mask differs from causal with this padding."""
         rows, keys = (concrete(s, sizes) for s in (self.frame.q_len, self.frame.kv_len))
-        start = concrete(offset, sizes)
+        start = concrete(self.frame.shift, sizes)
         expected = torch.arange(rows)[:, None] + start >= torch.arange(keys)[None, :]
         if padding is not None:
             expected = expected & self.inputs[padding].bool()[:, None, :]
@@ -337,9 +352,6 @@ class _Proof:
             else "does not see"
         )
         return f"query {i} {verb} key {j} ({rows} queries, {keys} keys)"
-
-
-MIN_LENGTHS = (mask_concrete.MIN_LENGTH, 7)
 
 
 def _seen(mask: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,7 @@ from torch.fx import Node
 from sparsify.passes.graphs import argument, aten, expression, is_tensor, op_name, shape_of
 from sparsify.passes.index_space import IndexSpace
 
-__all__ = ["broadcast_index", "concat_parts", "is_identity", "reshape_index", "view_source"]
+__all__ = ["broadcast_index", "concat_parts", "is_active_dropout", "reshape_index", "view_source"]
 
 Expr = Any
 Index = tuple[Expr, ...]
@@ -27,6 +27,7 @@ IDENTITY = aten(
     "contiguous clone alias detach detach_ lift_fresh_copy to lift_fresh _to_copy type_as "
     "dropout feature_dropout native_dropout float half bfloat16 view_copy_identity"
 )
+DROPOUTS = aten("dropout feature_dropout native_dropout")
 RESHAPES = aten(
     "view reshape _unsafe_view flatten unflatten view_as reshape_as squeeze unsqueeze "
     "view_copy ravel"
@@ -42,7 +43,7 @@ def view_source(node: Node, index: Index, space: IndexSpace) -> Step | None:
     """
     name = op_name(node)
     if name in IDENTITY:
-        return _source(node), index
+        return None if is_active_dropout(node) else (_source(node), index)
     if name in RESHAPES:
         source = _source(node)
         return source, reshape_index(space, index, shape_of(node), shape_of(source))
@@ -53,9 +54,10 @@ def view_source(node: Node, index: Index, space: IndexSpace) -> Step | None:
     return rule(node, index, space) if rule else None
 
 
-def is_identity(node: Node) -> bool:
-    """Whether the operator keeps every element in its place."""
-    return op_name(node) in IDENTITY
+def is_active_dropout(node: Node) -> bool:
+    """Whether the operator is dropout that changes values."""
+    off = argument(node, "train") is False or argument(node, "p") == 0
+    return op_name(node) in DROPOUTS and not off
 
 
 def broadcast_index(index: Index, shape: tuple[Expr, ...]) -> Index:
