@@ -101,8 +101,9 @@ class _Site:
         count = max((p.sequence + 1 for p in self.pieces), default=0)
         length = max((p.start + p.lists_HTK.shape[1] for p in self.pieces), default=0)
         width = max((p.lists_HTK.shape[2] for p in self.pieces), default=0)
-        blocks = torch.full((count, self.heads, length, width), -1, dtype=torch.int32)
-        return blocks, torch.zeros(count, length, dtype=torch.bool)
+        shape = (count, self.heads, length, width)
+        blocks = torch.full(shape, -1, dtype=torch.int32, device="cpu")
+        return blocks, torch.zeros(count, length, dtype=torch.bool, device="cpu")
 
 
 def _whole(blocks_NHPK: Tensor, known_NP: Tensor) -> list[_Piece]:
@@ -172,8 +173,8 @@ class Selection:
         found = self._site(site)
         _must_agree(site, found, block_size, heads)
         blocks, known = found.merged()
-        out = torch.full((heads, count, blocks.shape[-1]), -1, dtype=torch.int32)
-        seen = torch.zeros(count, dtype=torch.bool)
+        out = torch.full((heads, count, blocks.shape[-1]), -1, dtype=torch.int32, device="cpu")
+        seen = torch.zeros(count, dtype=torch.bool, device="cpu")
         low, high = max(start, 0), min(start + count, known.shape[1])
         if sequence < len(known) and low < high:
             out[:, low - start : high - start] = blocks[sequence, :, low:high]
@@ -442,7 +443,7 @@ def _replayer(
 
 
 def _must_be_known(name: str, sequence: Sequence, first: int, known_T: Tensor) -> None:
-    positions = torch.arange(first, first + len(known_T)) + sequence.start
+    positions = torch.arange(first, first + len(known_T), device="cpu") + sequence.start
     opens = 0
     if sequence.real is not None:
         real = torch.nonzero(sequence.real.cpu())

@@ -31,6 +31,7 @@ __all__ = [
 ]
 
 _ROWS = 64  # queries a tile should hold before it holds several groups
+_CHOSEN_ROWS = 256  # queries whose blocks are chosen at once
 _READ_COST = 10  # reading one key and value, in units of one query-key pair of a matrix product
 _GATHER_COST = 40  # gathering one key and value, in the same units
 
@@ -136,13 +137,27 @@ def _tiles(
     step_groups = max(1, min(groups, rows // min(_ROWS, sequence.queries)))
     step = max(1, rows // step_groups)
     blocks = block_count(sequence.keys, settings.block_size)
-    for first in range(max(0, -sequence.start), sequence.queries, step):
-        last = min(first + step, sequence.queries)
-        named = listed(choose(first, last).to(heads.k.device), groups, blocks)
+    for first, last, lists in _lists(sequence, choose, settings, step):
+        named = listed(lists.to(heads.k.device), groups, blocks)
         mask = TileMask(named, sequence, first, last, settings.block_size)
         for group in range(0, groups, step_groups):
             part = slice(group, group + step_groups)
             yield mask.groups(part), part
+
+
+def _lists(
+    sequence: Sequence, choose: Chooser, settings: Settings, step: int
+) -> Iterator[tuple[int, int, Tensor]]:
+    """First and last query and lists of every `step` queries; chosen for many steps at once."""
+    width = min(settings.list_width, block_count(sequence.keys, settings.block_size))
+    row_bytes = 4 * settings.list_heads * max(1, width)
+    steps = max(1, min(_CHOSEN_ROWS, settings.workspace_bytes // row_bytes) // step)
+    for begin in range(max(0, -sequence.start), sequence.queries, steps * step):
+        end = min(begin + steps * step, sequence.queries)
+        lists_HTK = choose(begin, end)
+        for first in range(begin, end, step):
+            last = min(first + step, end)
+            yield first, last, lists_HTK[:, first - begin : last - begin]
 
 
 def _gather_is_less(sequence: Sequence, heads: Heads, settings: Settings) -> bool:
@@ -172,9 +187,8 @@ def _forward_gathered(
     key_bytes = size * (heads.k.shape[-1] + heads.v.shape[-1]) + 24
     row_bytes = settings.list_heads * _gathered_keys(sequence, settings) * key_bytes
     step = max(1, settings.workspace_bytes // max(1, row_bytes))
-    for first in range(max(0, -sequence.start), sequence.queries, step):
-        last = min(first + step, sequence.queries)
-        lists = choose(first, last).to(heads.k.device)
+    for first, last, lists in _lists(sequence, choose, settings, step):
+        lists = lists.to(heads.k.device)
         index_HTL, keep_HTL = _tokens(lists, sequence, first, last, settings.block_size)
         k, v = (_gathered(x, index_HTL, keep_HTL).to(dtype) for x in (heads.k, heads.v))
         q_HRTD = _grouped(heads.q[:, first:last].to(dtype), settings.list_heads)
