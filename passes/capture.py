@@ -171,18 +171,7 @@ def _captured(
     inputs: Any,
     tried: list[tuple[Attempt, Exception]],
 ) -> Captured:
-    names: dict[InputKind, dict[str, str]] = {kind: {} for kind in InputKind}
-    users: list[str] = []
-    flags = []
-    for spec in program.graph_signature.input_specs:
-        if not isinstance(spec.arg, TensorArgument):
-            if getattr(spec.arg, "value", None) is True:
-                flags.append(f"{spec.arg.name} is True, as captured")
-            continue
-        if spec.kind == InputKind.USER_INPUT:
-            users.append(spec.arg.name)
-        else:
-            names[spec.kind][spec.arg.name] = str(spec.target)
+    state, users, flags = _inputs_by_kind(program)
     fixed = specialised(program, attempt, inputs)
     notes = [f"{other.label} was not possible: {_first_line(error)}" for other, error in tried]
     if tried:
@@ -192,17 +181,34 @@ def _captured(
     return Captured(
         name=type(model).__name__,
         program=program,
-        parameters=names[InputKind.PARAMETER],
-        buffers=names[InputKind.BUFFER],
-        constants={**names[InputKind.CONSTANT_TENSOR], **names[InputKind.CUSTOM_OBJ]},
-        inputs=tuple(users),
+        parameters=state[InputKind.PARAMETER],
+        buffers=state[InputKind.BUFFER],
+        constants=state[InputKind.CONSTANT_TENSOR],
+        inputs=users,
         dynamic=found_dims(program, users),
         specialised=fixed,
         ranges=_ranges(program),
         examples=example_sizes(program, inputs),
-        flags=tuple(flags),
+        flags=flags,
         notes=(*notes, *fixed),
     )
+
+
+def _inputs_by_kind(
+    program: ExportedProgram,
+) -> tuple[dict[InputKind, dict[str, str]], tuple[str, ...], tuple[str, ...]]:
+    """State by kind (placeholder -> name), the user's tensors, and the true boolean inputs."""
+    state: dict[InputKind, dict[str, str]] = {kind: {} for kind in InputKind}
+    users, flags = [], []
+    for spec in program.graph_signature.input_specs:
+        if not isinstance(spec.arg, TensorArgument):
+            if getattr(spec.arg, "value", None) is True:
+                flags.append(f"{spec.arg.name} is True, as captured")
+        elif spec.kind == InputKind.USER_INPUT:
+            users.append(spec.arg.name)
+        else:
+            state[spec.kind][spec.arg.name] = str(spec.target)
+    return state, tuple(users), tuple(flags)
 
 
 def _ranges(program: ExportedProgram) -> dict[str, tuple[int, int | None]]:

@@ -17,12 +17,10 @@ from sparsify.passes.aliases import mutations_of
 from sparsify.passes.capture import Captured
 from sparsify.passes.graphs import dtype_of, expression, is_shape_only, is_tensor, shape_of
 
-__all__ = ["NotRunnable", "Slice"]
+__all__ = ["NotRunnable", "Slice", "concrete", "random_padding"]
 
 Expr = Any
 Sizes = Mapping[Expr, int]
-MAX_ELEMENTS = 90_000_000
-MIN_LENGTH = 24
 MAX_CONSTANT = 2**31
 SEED = 1234
 

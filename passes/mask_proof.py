@@ -10,24 +10,25 @@ from __future__ import annotations
 from typing import Any
 
 import sympy
-import torch
 from sympy.core.function import AppliedUndef
+from sympy.core.relational import Relational
 
 from sparsify.ir import MaskKind, MaskProof
-from sparsify.passes import mask_concrete
 from sparsify.passes.capture import Captured
 from sparsify.passes.context import Context
 from sparsify.passes.frame import Frame
-from sparsify.passes.graphs import dtype_of, number, shape_of
-from sparsify.passes.index_expr import Leaf
-from sparsify.passes.mask_concrete import NotRunnable, Slice, concrete
+from sparsify.passes.graphs import dtype_of, number
+from sparsify.passes.mask_check import NumericCheck
+from sparsify.passes.mask_concrete import NotRunnable
 from sparsify.passes.mask_formula import Shape, decide
-from sparsify.passes.mask_values import SOFTEST_FILL, visibility
+from sparsify.passes.mask_unknown import unknown
+from sparsify.passes.mask_values import visibility
 from sparsify.passes.refused import Refused
 
 __all__ = ["prove_mask"]
 
 Expr = Any
+LONGEST_EVIDENCE = 600
 
 
 def prove_mask(frame: Frame, context: Context) -> MaskProof:
@@ -42,36 +43,35 @@ def prove_mask(frame: Frame, context: Context) -> MaskProof:
     Raises:
         Refused: with the code that says what the mask is instead, or why it is not known.
     """
-    call = frame.call
-    if call.mask is None:
+    if frame.call.mask is None:
         return _without_tensor(context.captured, frame)
-    if call.is_causal:
+    if frame.call.is_causal:
         raise Refused("FORM_UNSUPPORTED", "a mask and is_causal are given together")
     return _Proof(frame, context).run()
 
 
 def _without_tensor(captured: Captured, frame: Frame) -> MaskProof:
-    call = frame.call
-    if call.is_causal:
-        if frame.q_len != frame.kv_len:
-            raise Refused(
-                "MASK_UPPER_LEFT",
-                "is_causal starts its diagonal at key 0, and the lengths differ",
-                f"is_causal=True with {call.q_len} queries and {call.kv_len} keys",
-                "Pass a mask aligned to the last key.",
-            )
-        shape = Shape(MaskKind.CAUSAL, sympy.Integer(0))
-        return _aligned(captured, frame, shape, None, captured.flags, "is_causal=True")
-    return _aligned(captured, frame, Shape(MaskKind.FULL), None, (), "no mask")
+    if not frame.call.is_causal:
+        return _aligned(captured, frame, Shape(MaskKind.FULL), "no mask")
+    if frame.q_len != frame.kv_len:
+        raise Refused(
+            "MASK_UPPER_LEFT",
+            "is_causal starts its diagonal at key 0, and the lengths differ",
+            f"is_causal=True with {frame.q_len} queries and {frame.kv_len} keys",
+            "Pass a mask aligned to the last key.",
+        )
+    shape = Shape(MaskKind.CAUSAL, sympy.Integer(0))
+    return _aligned(captured, frame, shape, "is_causal=True", assumptions=captured.flags)
 
 
 def _aligned(
     captured: Captured,
     frame: Frame,
     shape: Shape,
-    padding: str | None,
-    assumptions: tuple[str, ...],
     evidence: str,
+    *,
+    padding: str | None = None,
+    assumptions: tuple[str, ...] = (),
 ) -> MaskProof:
     """The proof of a decided shape, if its diagonal ends at the last key."""
     if shape.kind == MaskKind.FULL and frame.q_len == 1:
@@ -82,12 +82,14 @@ def _aligned(
     if shape.kind is None:
         raise Refused("MASK_UNSUPPORTED", f"not a causal mask: {shape.text}", evidence)
     if shape.kind == MaskKind.SLIDING:
-        raise Refused("SLIDING_WINDOW", f"a query sees its last {shape.window} keys only", evidence)
+        message = f"a query sees its last {shape.window} keys only"
+        raise Refused("SLIDING_WINDOW", message, evidence)
     _check_offset(shape.offset, frame.shift, evidence)
+    offset = number(shape.offset)
     return MaskProof(
         kind=MaskKind.CAUSAL,
         padding=padding,
-        q_offset=_plain(shape.offset),
+        q_offset=str(shape.offset) if offset is None else offset,
         assumptions=(*assumptions, *_lengths(captured, frame)),
         evidence=evidence,
     )
@@ -99,14 +101,13 @@ def _check_offset(offset: Expr, shift: Expr, evidence: str) -> None:
             raise Refused(
                 "MASK_UPPER_LEFT", "the diagonal starts at key 0, and the lengths differ", evidence
             )
-        raise Refused(
-            "MASK_UNSUPPORTED", f"query i sees keys up to i + {offset}, not i + {shift}", evidence
-        )
+        message = f"query i sees keys up to i + ({offset}), not i + ({shift})"
+        raise Refused("MASK_UNSUPPORTED", message, evidence)
     if not shift.is_nonnegative:
         raise Refused(
             "ROWS_WITHOUT_KEYS",
             "there may be more queries than keys, so that the first queries see nothing",
-            f"query i sees keys up to i + {shift}",
+            f"query i sees keys up to i + ({shift}); {evidence}",
         )
 
 
@@ -122,253 +123,100 @@ def _lengths(captured: Captured, frame: Frame) -> tuple[str, ...]:
     return (f"the number of queries is {limits}, as captured",)
 
 
-def _plain(offset: Expr) -> int | str:
-    value = number(offset)
-    return str(offset) if value is None else value
-
-
 class _Proof:
     """One mask tensor: read, decided, checked."""
 
     def __init__(self, frame: Frame, context: Context) -> None:
-        self.captured, self.frame = context.captured, frame
         assert frame.call.mask is not None
-        self.mask = frame.call.mask
+        self.captured, self.frame, self.mask = context.captured, frame, frame.call.mask
         self.evaluator = context.evaluator(frame.space)
-        self.slice: Slice | None = None
+        self.check = NumericCheck(context.captured, frame)
 
     def run(self) -> MaskProof:
         value = self.evaluator.value(self.mask, self.frame.mask_index(self.mask))
         seen = visibility(value, dtype_of(self.mask), self.evaluator, self.frame.h)
-        formula, padding, exact = self._without_padding(seen.formula.subs(self.frame.tie))
-        assumptions = list(seen.assumptions)
-        if not exact:
-            assumptions.append(f"{padding} holds only 0 and 1")
-        evidence = _shown(seen.formula)
-        shape = decide(formula, self.frame, self.captured.ranges)
+        formula = seen.formula.subs(self.frame.tie)
+        evidence = _shown(formula)
+        pad = self._padding(formula, evidence)
+        shape = decide(self._unpadded(formula, pad, evidence), self.frame, self.captured.ranges)
         if shape is None:
-            raise self._undecided(evidence)
+            raise self._by_numbers(evidence) or Refused(
+                "MASK_UNPROVED", "the mask is not shown to be causal", evidence
+            )
+        name = None if pad is None else pad.func.__name__
+        assumptions = seen.assumptions
+        if pad is not None and not _is_truth_only(formula, pad):
+            assumptions = (*assumptions, f"{name} holds only 0 and 1")
         proof = _aligned(
-            self.captured, self.frame, shape, padding, tuple(dict.fromkeys(assumptions)), evidence
+            self.captured,
+            self.frame,
+            shape,
+            evidence,
+            padding=name,
+            assumptions=tuple(dict.fromkeys(assumptions)),
         )
         self._cross_check(proof)
         return proof
 
-    def _without_padding(self, formula: Any) -> tuple[Any, str | None, bool]:
-        """The formula of (i, j) alone, the padding input, and whether any non-zero value shows."""
-        frame = self.frame
+    def _padding(self, formula: Any, evidence: str) -> Expr | None:
+        """The one function of (batch, key) that hides keys; the formula holds no other data."""
         functions = formula.atoms(AppliedUndef) | {
-            s for s in formula.free_symbols if str(s) in self.evaluator.leaves
+            symbol for symbol in formula.free_symbols if str(symbol) in self.evaluator.leaves
         }
-        pads = [f for f in functions if self._is_padding(f)]
-        others = [f for f in functions if f not in pads]
-        if others:
-            raise self._unknown(formula, others)
-        if frame.h.is_Symbol and formula.has(frame.h):
-            raise Refused("MASK_UNSUPPORTED", "heads have different masks", _shown(formula))
-        if not pads:
-            return formula, None, True
+        pads = [function for function in functions if self._is_padding(function)]
+        if len(pads) < len(functions):
+            reason = unknown(formula, functions - set(pads), self.evaluator, self.frame)
+            if reason.code == "MASK_UNPROVED" and not reason.hint:
+                reason = self._by_numbers(evidence) or reason
+            raise reason
+        if self.frame.h.is_Symbol and formula.has(self.frame.h):
+            raise Refused("MASK_UNSUPPORTED", "heads have different masks", evidence)
         if len(pads) > 1:
-            raise Refused("PADDING_UNPROVED", "several padding inputs", _shown(formula))
-        pad = pads[0]
-        hidden = self.evaluator.values  # re-evaluation simplifies through sympy alone
-        assert hidden is not None
-        if formula.subs(pad, 0) != sympy.false:
-            raise Refused(
-                "PADDING_UNPROVED",
-                f"a key that {pad.func.__name__} hides can still be seen",
-                _shown(formula),
-            )
-        exact = all(
-            isinstance(atom, sympy.Ne | sympy.Eq) and atom.lhs == pad and atom.rhs == 0
-            for atom in formula.atoms(sympy.core.relational.Relational)
-            if atom.has(pad)
-        )
-        return formula.subs(pad, 1), pad.func.__name__, exact
+            raise Refused("PADDING_UNPROVED", "several padding inputs", evidence)
+        return pads[0] if pads else None
 
     def _is_padding(self, function: Expr) -> bool:
         """A model input of [batch, keys], read at this row and this key."""
-        name = getattr(function.func, "__name__", "")
-        leaf = self.evaluator.leaves.get(name)
-        return (
-            leaf is not None
-            and leaf.kind == "input"
-            and function.args == (self.frame.b, self.frame.j)
-            and self.frame.b.is_Symbol
-        )
+        leaf = self.evaluator.leaves.get(getattr(function.func, "__name__", ""))
+        here = (self.frame.b, self.frame.j)
+        return leaf is not None and leaf.kind == "input" and tuple(function.args) == here
 
-    def _unknown(self, formula: Any, functions: list[Expr]) -> Refused:
-        """The formula depends on more than positions and padding."""
-        leaves = [self._leaf(f) for f in functions]
-        evidence = _shown(formula)
-        names = ", ".join(sorted({leaf.node.name for leaf in leaves}))
-        if any(leaf.trained for leaf in leaves):
-            return Refused("MASK_UNPROVED", f"the mask depends on parameters ({names})", evidence)
-        if self._by_document(formula):
-            return Refused("MASK_UNSUPPORTED", f"documents are kept apart by {names}", evidence)
-        if not any(leaf.inputs for leaf in leaves):
-            return self._by_numbers(evidence) or Refused(
-                "MASK_UNPROVED", f"the mask cannot be read ({names})", evidence
-            )
-        if all(leaf.kind == "input" for leaf in leaves):
-            return self._from_inputs(leaves, functions, evidence)
-        counter = self._by_numbers(evidence)
-        return counter or Refused(
-            "MASK_UNPROVED", f"the mask depends on values that cannot be read ({names})", evidence
-        )
-
-    def _from_inputs(self, leaves: list[Leaf], functions: list[Expr], evidence: str) -> Refused:
-        names = ", ".join(sorted({leaf.node.name for leaf in leaves}))
-        if all(len(shape_of(leaf.node)) == 2 for leaf in leaves) and not any(
-            f.has(self.frame.i) and f.has(self.frame.j) for f in functions
-        ):
-            return Refused(
-                "PADDING_UNPROVED", f"{names} hides more or other than padded keys", evidence
-            )
-        return Refused(
-            "MASK_UNPROVED",
-            f"the mask is a model input ({names}), whose values are not known",
-            evidence,
-            "Leave it out, or pass a 2-D padding mask.",
-        )
-
-    def _leaf(self, function: Expr) -> Leaf:
-        name = getattr(function.func, "__name__", "")
-        return self.evaluator.leaves.get(name) or self.evaluator.leaves[str(function)]
-
-    def _by_document(self, formula: Any) -> bool:
-        """Two reads of one table, at the query and at the key, that must be equal."""
-        i, j = self.frame.i, self.frame.j
-        return any(
-            isinstance(atom, sympy.Eq | sympy.Ne)
-            and len(found := atom.atoms(AppliedUndef)) == 2
-            and len({f.func for f in found}) == 1
-            and any(f.has(i) for f in found)
-            and any(f.has(j) for f in found)
-            for atom in formula.atoms(sympy.core.relational.Relational)
-        )
-
-    def _undecided(self, evidence: str) -> Refused:
-        """All was read, but it is no comparison of i - j with constants."""
-        return self._by_numbers(evidence) or Refused(
-            "MASK_UNPROVED", "the mask is not shown to be causal", evidence
-        )
+    def _unpadded(self, formula: Any, pad: Expr | None, evidence: str) -> Any:
+        """The formula for real keys, once it is sure that hidden keys are hidden."""
+        if pad is None:
+            return formula
+        if formula.subs(pad, 0) != sympy.false:
+            message = f"a key that {pad.func.__name__} hides can still be seen"
+            raise Refused("PADDING_UNPROVED", message, evidence)
+        return formula.subs(pad, 1)
 
     def _by_numbers(self, evidence: str) -> Refused | None:
         """A refusal with a counterexample, when the mask's own numbers give one."""
-        for length in self._lengths():
-            try:
-                mask, sizes = self._numbers(length, unpadded=True)
-            except NotRunnable:
-                return None
-            found = self._counterexample(mask, sizes, None)
-            if found is not None:
-                evidence = f"{found}; {evidence}"
-                return Refused("MASK_UNSUPPORTED", "not a causal mask", evidence)
-        return None
-
-    def _lengths(self) -> tuple[int, int]:
-        """A short odd length, and one beyond every constant of the mask."""
-        self.slice = self.slice or Slice(self.captured, self.mask)
-        beyond = self.slice.largest_constant() + 8
-        return 7, max(mask_concrete.MIN_LENGTH, beyond)
+        try:
+            found = self.check.counterexample(None, padded=False)
+        except NotRunnable:
+            return None
+        if found is None:
+            return None
+        return Refused("MASK_UNSUPPORTED", "not a causal mask", f"{found}; {evidence}")
 
     def _cross_check(self, proof: MaskProof) -> None:
-        """The mask's numbers against the formula, at sizes beyond every constant in it."""
-        for length in self._lengths():
-            try:
-                mask, sizes = self._numbers(length)
-            except NotRunnable as error:
-                raise Refused(
-                    "MASK_UNPROVED",
-                    "the proof of the mask could not be checked by numbers",
-                    f"{error}; {proof.evidence}",
-                ) from None
-            found = self._counterexample(mask, sizes, proof.padding)
-            if found is not None:
-                raise Refused(
-                    "MASK_UNPROVED",
-                    "the mask's numbers contradict its formula",
-                    f"{found}; {proof.evidence}",
-                )
-
-    def _numbers(self, length: int, unpadded: bool = False) -> tuple[torch.Tensor, dict[Expr, int]]:
-        """The mask's values at a length, with random padding or none, and the sizes used."""
-        self.slice = self.slice or Slice(self.captured, self.mask)
-        leads = _lead_symbols(self.frame).union(
-            *(shape_of(n)[0].free_symbols for n in self.slice.model_inputs() if shape_of(n))
-        )
-        batch = leads - _length_symbols(self.frame)
-        sizes = self.slice.sizes(batch, length)
-        for extra in _length_symbols(self.frame) | batch:
-            sizes.setdefault(extra, 2 if extra in batch else length)
-        shape = [concrete(size, sizes) for size in shape_of(self.mask)]
-        if sympy.prod(shape) > mask_concrete.MAX_ELEMENTS:
-            raise NotRunnable(f"a mask of {shape} is too large to check")
-        for key, query in self.frame.tie.items():
-            sizes[key] = sizes[query]
-        self._fit_padding(sizes)
-        self.inputs = self._inputs(sizes, unpadded)
-        return self.slice.run(sizes, self.inputs), sizes
-
-    def _fit_padding(self, sizes: dict[Expr, int]) -> None:
-        """A padding input of free length gets one column for every key."""
-        assert self.slice is not None
-        for node in self.slice.model_inputs():
-            columns = shape_of(node)[-1] if len(shape_of(node)) == 2 else None
-            if getattr(columns, "is_Symbol", False) and columns not in _length_symbols(self.frame):
-                sizes[columns] = concrete(self.frame.kv_len, sizes)
-
-    def _inputs(self, sizes: dict[Expr, int], unpadded: bool) -> dict[str, torch.Tensor]:
-        assert self.slice is not None
-        out = {}
-        for node in self.slice.model_inputs():
-            shape = tuple(concrete(size, sizes) for size in shape_of(node))
-            if len(shape) != 2:
-                raise NotRunnable(f"{node.name} would have to be made up")
-            padding = mask_concrete.random_padding(shape, dtype_of(node))
-            out[node.name] = torch.ones_like(padding) if unpadded else padding
-        return out
-
-    def _counterexample(
-        self, mask: torch.Tensor, sizes: dict[Expr, int], padding: str | None
-    ) -> str | None:
-        """The first (query, key) where the mask differs from causal with this padding."""
-        rows, keys = (concrete(s, sizes) for s in (self.frame.q_len, self.frame.kv_len))
-        start = concrete(self.frame.shift, sizes)
-        expected = torch.arange(rows)[:, None] + start >= torch.arange(keys)[None, :]
-        if padding is not None:
-            expected = expected & self.inputs[padding].bool()[:, None, :]
-            if mask.dim() == 4:
-                expected = expected[:, None]
-        seen = mask if mask.dtype == torch.bool else _seen(mask)
-        wrong = (seen != expected).nonzero()
-        if not len(wrong):
-            return None
-        i, j = (int(n) for n in wrong[0][-2:])
-        verb = (
-            "sees"
-            if bool(torch.broadcast_to(expected, seen.shape)[tuple(wrong[0])]) is False
-            else "does not see"
-        )
-        return f"query {i} {verb} key {j} ({rows} queries, {keys} keys)"
+        try:
+            found = self.check.counterexample(proof.padding)
+        except NotRunnable as error:
+            message = "the proof of the mask could not be checked by numbers"
+            raise Refused("MASK_UNPROVED", message, f"{error}; {proof.evidence}") from None
+        if found is not None:
+            message = "the mask's numbers contradict its formula"
+            raise Refused("MASK_UNPROVED", message, f"{found}; {proof.evidence}")
 
 
-def _seen(mask: torch.Tensor) -> torch.Tensor:
-    """Visibility of a float mask: 0 shows; masking values hide; anything else counts as neither
-    and is judged as visible, which the formula then contradicts."""
-    return ~(mask <= SOFTEST_FILL)
-
-
-def _lead_symbols(frame: Frame) -> set[Expr]:
-    shape = shape_of(frame.call.q)[:-2]
-    return set().union(*(size.free_symbols for size in shape)) if shape else set()
-
-
-def _length_symbols(frame: Frame) -> set[Expr]:
-    return set(frame.q_len.free_symbols) | set(frame.call.kv_len.free_symbols)
+def _is_truth_only(formula: Any, pad: Expr) -> bool:
+    """Whether the padding is only asked to be zero or not, so that any other number shows a key."""
+    atoms = [atom for atom in formula.atoms(Relational) if atom.has(pad)]
+    return all(isinstance(a, sympy.Ne | sympy.Eq) and a.lhs == pad and a.rhs == 0 for a in atoms)
 
 
 def _shown(formula: Any) -> str:
     text = str(formula)
-    return text if len(text) <= 600 else text[:600] + "..."
+    return text if len(text) <= LONGEST_EVIDENCE else text[:LONGEST_EVIDENCE] + "..."

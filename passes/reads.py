@@ -28,7 +28,7 @@ from sparsify.passes.graphs import (
     shape_of,
 )
 from sparsify.passes.index_expr import Evaluator
-from sparsify.passes.index_ops import indexed_source
+from sparsify.passes.index_layout import indexed_source
 from sparsify.passes.index_space import IndexSpace
 from sparsify.passes.matchers import sdpa
 from sparsify.passes.views import broadcast_index, concat_parts, view_source

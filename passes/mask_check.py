@@ -1,0 +1,105 @@
+"""A proved mask against its own numbers.
+
+The mask's sub-graph is run at a short odd length and at one beyond every constant in it, with
+random padding, and compared with the visibility that was proved, element by element.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import sympy
+import torch
+
+from sparsify.passes.capture import Captured
+from sparsify.passes.frame import Frame
+from sparsify.passes.graphs import dtype_of, shape_of
+from sparsify.passes.mask_concrete import NotRunnable, Slice, concrete, random_padding
+from sparsify.passes.mask_values import SOFTEST_FILL
+
+__all__ = ["NumericCheck"]
+
+Expr = Any
+SHORT_LENGTH = 7
+LONG_LENGTH = 24
+MAX_ELEMENTS = 90_000_000
+
+
+class NumericCheck:
+    """Runs one mask of a site on numbers."""
+
+    def __init__(self, captured: Captured, frame: Frame) -> None:
+        assert frame.call.mask is not None
+        self.frame, self.mask = frame, frame.call.mask
+        self.slice = Slice(captured, self.mask)
+        self.lengths = set(frame.q_len.free_symbols) | set(frame.call.kv_len.free_symbols)
+
+    def counterexample(self, padding: str | None, padded: bool = True) -> str | None:
+        """A query and a key where the mask is not causal with this padding input, in words.
+
+        `padded` runs it with random padding, else with none.
+
+        Raises:
+            NotRunnable: the sub-graph cannot be run, or not at a telling size.
+        """
+        beyond = self.slice.largest_constant() + 8
+        for length in (SHORT_LENGTH, max(LONG_LENGTH, beyond)):
+            sizes = self._sizes(length)
+            inputs = self._inputs(sizes, padded)
+            seen = _visible(self.slice.run(sizes, inputs))
+            found = self._difference(seen, sizes, inputs.get(padding or ""))
+            if found is not None:
+                return found
+        return None
+
+    def _sizes(self, length: int) -> dict[Expr, int]:
+        """Numbers for all symbols. A padding input of free length gets a column for every key."""
+        inputs = self.slice.model_inputs()
+        first = [shape_of(node)[0] for node in inputs if shape_of(node)]
+        batch = set().union(*(s.free_symbols for s in (*first, *shape_of(self.frame.call.q)[:-2])))
+        batch -= self.lengths
+        sizes = self.slice.sizes(batch, length)
+        for symbol in self.lengths | batch:
+            sizes.setdefault(symbol, 2 if symbol in batch else length)
+        for keys, queries in self.frame.tie.items():
+            sizes[keys] = sizes[queries]
+        for node in inputs:
+            columns = shape_of(node)[-1] if len(shape_of(node)) == 2 else sympy.Integer(0)
+            if columns.is_Symbol and columns not in self.lengths:
+                sizes[columns] = concrete(self.frame.kv_len, sizes)
+        elements = sympy.prod([concrete(size, sizes) for size in shape_of(self.mask)])
+        if elements > MAX_ELEMENTS:
+            raise NotRunnable(f"a mask for {length} positions is too large to check")
+        return sizes
+
+    def _inputs(self, sizes: dict[Expr, int], padded: bool) -> dict[str, torch.Tensor]:
+        out = {}
+        for node in self.slice.model_inputs():
+            shape = tuple(concrete(size, sizes) for size in shape_of(node))
+            if len(shape) != 2:
+                raise NotRunnable(f"{node.name} would have to be made up")
+            padding = random_padding(shape, dtype_of(node))
+            out[node.name] = padding if padded else torch.ones_like(padding)
+        return out
+
+    def _difference(
+        self, seen: torch.Tensor, sizes: dict[Expr, int], padding: torch.Tensor | None
+    ) -> str | None:
+        rows, keys = concrete(self.frame.q_len, sizes), concrete(self.frame.kv_len, sizes)
+        first = torch.arange(rows)[:, None] + concrete(self.frame.shift, sizes)
+        expected = first >= torch.arange(keys)[None, :]
+        if padding is not None:
+            expected = expected & padding.bool()[:, None, :]
+            expected = expected[:, None] if seen.dim() == 4 else expected
+        seen, expected = torch.broadcast_tensors(seen, expected)
+        wrong = (seen != expected).nonzero()
+        if not len(wrong):
+            return None
+        place = tuple(int(n) for n in wrong[0])
+        verb = "sees" if bool(seen[place]) else "misses"
+        return f"query {place[-2]} {verb} key {place[-1]} ({rows} queries, {keys} keys)"
+
+
+def _visible(mask: torch.Tensor) -> torch.Tensor:
+    """Visibility of a boolean or float mask."""
+    return mask if mask.dtype == torch.bool else ~(mask <= SOFTEST_FILL)
