@@ -101,7 +101,7 @@ def capture(
         model: any module; its training flags, parameters and buffers stay as they are.
         args, kwargs: example inputs. Examples of batch 1 are doubled for the capture.
         dynamic: `dynamic_shapes` of torch.export, instead of the dims that are tried by default
-            (batch and length of every input).
+            (batch and length of every input); False for none.
 
     Raises:
         CaptureError: torch.export takes the model in none of the stated ways.

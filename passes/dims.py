@@ -42,6 +42,9 @@ class Attempt:
 
 def attempts(args: tuple[Any, ...], kwargs: dict[str, Any], given: Any) -> Iterator[Attempt]:
     """The ways to try, best first. With dims given by the user there is no other way."""
+    if given is False:
+        yield Attempt("static shapes", args, kwargs, None, False)
+        return
     if given is not None:
         yield Attempt("the dynamic dims that were given", args, kwargs, given, False)
         return

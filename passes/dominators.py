@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import networkx as nx
-import torch
 from torch.fx import Graph, Node
 
-from sparsify.passes.graphs import aten, is_shape_only, is_tensor, op_name
+from sparsify.passes.graphs import aten, holds_data, is_shape_only, is_tensor, op_name
 from sparsify.passes.matchers import sdpa
 from sparsify.passes.views import EXPANDS, IDENTITY, RESHAPES, RULES, SPLITS
 
@@ -108,10 +107,4 @@ def _data_of(node: Node) -> list[Node]:
     if sdpa.is_anchor(node):
         call = sdpa.read_call(node)
         return [call.q, call.k, call.v]
-    return [source for source in node.all_input_nodes if _is_data(source)]
-
-
-def _is_data(node: Node) -> bool:
-    """False for sizes and numbers: they say nothing of a tensor's values."""
-    value = node.meta.get("val")
-    return not isinstance(value, int | float | bool | torch.SymInt | torch.SymFloat | torch.SymBool)
+    return [source for source in node.all_input_nodes if holds_data(source)]

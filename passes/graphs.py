@@ -16,6 +16,7 @@ __all__ = [
     "aten",
     "dtype_of",
     "expression",
+    "holds_data",
     "is_shape_only",
     "is_tensor",
     "module_path",
@@ -62,6 +63,12 @@ def argument(node: Node, name: str, default: Any = None) -> Any:
 def is_tensor(value: Any) -> bool:
     """Whether `value` is a node that holds one tensor."""
     return isinstance(value, Node) and isinstance(value.meta.get("val"), torch.Tensor)
+
+
+def holds_data(node: Node) -> bool:
+    """Whether the node holds a tensor or several; sizes and numbers say nothing of values."""
+    value = node.meta.get("val")
+    return not isinstance(value, int | float | bool | torch.SymInt | torch.SymFloat | torch.SymBool)
 
 
 def is_shape_only(node: Node) -> bool:

@@ -7,7 +7,6 @@ rule becomes an uninterpreted function of its index, so that nothing is ever ass
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +16,7 @@ from torch.fx import Node
 
 from sparsify.passes.capture import Captured
 from sparsify.passes.constants import formula_of
-from sparsify.passes.graphs import dtype_of, expression, is_tensor, op_name, shape_of
+from sparsify.passes.graphs import dtype_of, expression, holds_data, is_tensor, op_name, shape_of
 from sparsify.passes.index_space import IndexSpace
 from sparsify.passes.index_values import Unreadable, Values
 from sparsify.passes.views import broadcast_index, view_source
@@ -142,15 +141,13 @@ def _kind(captured: Captured, node: Node) -> str:
 
 
 def _placeholders(node: Node) -> list[Node]:
-    found: Mapping[Node, None] = dict.fromkeys([node])
-    todo, out = [node], []
-    seen = set(found)
+    todo, out, seen = [node], [], {node}
     while todo:
         current = todo.pop()
         if current.op == "placeholder":
             out.append(current)
         for source in current.all_input_nodes:
-            if source not in seen and is_tensor(source):
+            if source not in seen and holds_data(source):
                 seen.add(source)
                 todo.append(source)
     return out

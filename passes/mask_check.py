@@ -91,12 +91,12 @@ class NumericCheck:
         if padding is not None:
             expected = expected & padding.bool()[:, None, :]
             expected = expected[:, None] if seen.dim() == 4 else expected
-        seen, expected = torch.broadcast_tensors(seen, expected)
-        wrong = (seen != expected).nonzero()
+        extra = seen & ~expected
+        wrong = (extra | (expected & ~seen)).nonzero()
         if not len(wrong):
             return None
         place = tuple(int(n) for n in wrong[0])
-        verb = "sees" if bool(seen[place]) else "misses"
+        verb = "sees" if bool(extra[place]) else "misses"
         return f"query {place[-2]} {verb} key {place[-1]} ({rows} queries, {keys} keys)"
 
 
