@@ -14,7 +14,7 @@ from sparsify.kernels.layout import Layout, block_count, sequences
 
 __all__ = ["SCRATCH_BYTES", "block_chunks", "block_means", "by_block", "mean_keys"]
 
-SCRATCH_BYTES = 16 << 20
+SCRATCH_BYTES = 64 << 20
 """Scratch memory of one step of a score or mean."""
 
 

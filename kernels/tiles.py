@@ -60,8 +60,8 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def default_workspace(device: torch.device) -> int:
-    """Bytes of scratch memory: on a CPU what stays in the cache, else what keeps a device busy."""
-    return (16 << 20) if device.type == "cpu" else (512 << 20)
+    """Bytes of scratch memory: few enough tiles to share busy cores well, few bytes on a CPU."""
+    return (64 << 20) if device.type == "cpu" else (512 << 20)
 
 
 def forward_sequence(
