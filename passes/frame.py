@@ -12,7 +12,7 @@ import sympy
 from torch.fx import Node
 
 from sparsify.passes.graphs import shape_of
-from sparsify.passes.index_space import IndexSpace
+from sparsify.passes.index_space import IndexSpace, Ranges
 from sparsify.passes.matchers.sdpa import SdpaCall
 from sparsify.passes.views import broadcast_index
 
@@ -77,9 +77,10 @@ class Frame:
         return self.space.index(name, shape_of(node)[-1])
 
 
-def make_frame(call: SdpaCall, heads: int | None = None) -> Frame:
-    """Indices of a site. For q of rank 3, `heads` says how many heads its first axis holds."""
-    space = IndexSpace()
+def make_frame(call: SdpaCall, ranges: Ranges, heads: int | None = None) -> Frame:
+    """Indices of a site. For q of rank 3, `heads` says how many heads its first axis holds;
+    `ranges` are the captured limits of the sizes."""
+    space = IndexSpace(ranges)
     shape = shape_of(call.q)
     i, j = space.index("i", shape[-2]), space.index("j", shape_of(call.k)[-2])
     if call.rank >= 4:

@@ -34,11 +34,11 @@ def framed(call: SdpaCall, context: Context) -> Frame:
     """
     _check_ranks(call)
     if call.rank != 3:
-        return make_frame(call)
-    frame = make_frame(call)
+        return make_frame(call, context.captured.ranges)
+    frame = make_frame(call, context.captured.ranges)
     reads = context.reader(frame.space).leaves(call.q, frame.q_index())
     heads = _flattened_heads(frame, reads)
-    return make_frame(call, heads) if heads is not None else frame
+    return frame if heads is None else make_frame(call, context.captured.ranges, heads)
 
 
 def head_layout(frame: Frame, context: Context) -> HeadLayout:
@@ -116,7 +116,7 @@ def _shared(frame: Frame, entry: Expr, group: int) -> bool:
     """Whether `entry` is the same for all heads of a group."""
     if group == 1:
         return True
-    space = IndexSpace()
+    space = IndexSpace(frame.space.ranges)
     space.sizes.update(frame.space.sizes)
     outer = space.index("h_group", frame.heads / group)
     inner = space.index("h_inner", sympy.Integer(group))

@@ -102,7 +102,7 @@ def _position(ev: Evaluator, tensor: Node, at: Index, size: Expr) -> Expr:
     if value.is_Integer and value.is_negative:
         value = sympy.expand(size + value)
     low = ev.space.lower(value)
-    if low is None or not low.is_nonnegative:
+    if low is None or not ev.space.is_nonnegative(low):
         raise Unreadable("an index that may be negative")
     return sympy.Integer(0) if size == 1 else value
 

@@ -7,23 +7,27 @@ a head expansion or a flattened batch be read exactly.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import sympy
 
-__all__ = ["IndexSpace"]
+__all__ = ["IndexSpace", "Ranges", "extent"]
 
 Expr = Any
+Ranges = Mapping[str, tuple[int, int | None]]
 
 
 class IndexSpace:
     """Index symbols of one proof with their sizes.
 
     `sizes` maps a symbol to the number of values it takes; `bounds` maps a symbol that runs over
-    earlier positions only to the index that it never passes.
+    earlier positions only to the index that it never passes. `ranges` are the captured limits of
+    the shape symbols.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, ranges: Ranges | None = None) -> None:
+        self.ranges = ranges or {}
         self.sizes: dict[Expr, Expr] = {}
         self.bounds: dict[Expr, Expr] = {}
 
@@ -50,6 +54,11 @@ class IndexSpace:
     def lower(self, expr: Expr) -> Expr | None:
         """Smallest value of `expr`; None when unknown."""
         return self._bound(expr, -1)
+
+    def is_nonnegative(self, size: Expr) -> bool:
+        """Whether an expression over sizes is never negative, as far as the capture knows."""
+        low = extent(size, self.ranges)[0]
+        return bool(size.is_nonnegative) or (low is not None and low >= 0)
 
     def divmod(self, expr: Expr, n: Expr) -> tuple[Expr, Expr]:
         """Quotient and remainder of `expr` by `n` > 0, exact for every value of the symbols."""
@@ -82,7 +91,7 @@ class IndexSpace:
         low, high = self.lower(expr), self.upper(expr)
         if low is None or high is None:
             return False
-        return bool(low.is_nonnegative) and bool(sympy.expand(n - 1 - high).is_nonnegative)
+        return self.is_nonnegative(low) and self.is_nonnegative(sympy.expand(n - 1 - high))
 
     def _bound(self, expr: Expr, sign: int) -> Expr | None:
         if expr.is_Symbol:
@@ -159,3 +168,22 @@ def _nested_floor(expr: Expr, n: Expr) -> Expr | None:
     if isinstance(expr, sympy.floor):
         return sympy.floor(expr.args[0] / n)
     return None
+
+
+def extent(expr: Expr, ranges: Ranges) -> tuple[float | None, float | None]:
+    """Smallest and largest value of a linear expression over sizes."""
+    low: float | None = 0.0
+    high: float | None = 0.0
+    for term in sympy.Add.make_args(expr):
+        coefficient, body = term.as_coeff_Mul()
+        if body == 1:
+            bounds: tuple[float | None, float | None] = (1, 1)
+        elif body.is_Symbol and str(body) in ranges:
+            bounds = ranges[str(body)]
+        else:
+            return None, None
+        if coefficient < 0:
+            bounds = (bounds[1], bounds[0])
+        low = None if low is None or bounds[0] is None else low + float(coefficient) * bounds[0]
+        high = None if high is None or bounds[1] is None else high + float(coefficient) * bounds[1]
+    return low, high

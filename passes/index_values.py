@@ -171,7 +171,7 @@ class Values:
 
     def _at_least(self, difference: Expr) -> Any:
         low, high = self.space.lower(difference), self.space.upper(difference)
-        if low is not None and low.is_nonnegative:
+        if low is not None and self.space.is_nonnegative(low):
             return sympy.true
         if high is not None and high.is_negative:
             return sympy.false

@@ -31,7 +31,7 @@ class NumericCheck:
     def __init__(self, captured: Captured, frame: Frame) -> None:
         assert frame.call.mask is not None
         self.frame, self.mask = frame, frame.call.mask
-        self.slice = Slice(captured, self.mask)
+        self.slice = Slice(captured, self.mask, frame.call.node)
         self.lengths = set(frame.q_len.free_symbols) | set(frame.call.kv_len.free_symbols)
 
     def counterexample(self, padding: str | None, padded: bool = True) -> str | None:
@@ -89,8 +89,10 @@ class NumericCheck:
         first = torch.arange(rows)[:, None] + concrete(self.frame.shift, sizes)
         expected = first >= torch.arange(keys)[None, :]
         if padding is not None:
-            expected = expected & padding.bool()[:, None, :]
-            expected = expected[:, None] if seen.dim() == 4 else expected
+            real = padding.bool()
+            if self.frame.call.rank == 3:  # one row of the mask for every head
+                real = real.repeat_interleave(concrete(self.frame.heads, sizes), 0)
+            expected = expected & (real[:, None, None] if seen.dim() == 4 else real[:, None])
         extra = seen & ~expected
         wrong = (extra | (expected & ~seen)).nonzero()
         if not len(wrong):

@@ -33,11 +33,16 @@ class Slice:
     """The part of a captured graph that a node's value depends on.
 
     Operators that use only the shape of a tensor (`zeros_like`, `new_ones`) cut it off there.
+
+    Args:
+        captured: gives the values of buffers and constants.
+        node: whose value is wanted.
+        user: who reads it; what changes the value in place before that belongs to the slice.
     """
 
-    def __init__(self, captured: Captured, node: Node) -> None:
+    def __init__(self, captured: Captured, node: Node, user: Node) -> None:
         self.captured, self.node = captured, node
-        self.nodes = _closure(node)
+        self.nodes = _closure(node, user)
 
     def model_inputs(self) -> list[Node]:
         """Placeholders of the user's tensors that the value depends on."""
@@ -129,7 +134,7 @@ def random_padding(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     return mask.to(dtype)
 
 
-def _closure(node: Node) -> list[Node]:
+def _closure(node: Node, user: Node) -> list[Node]:
     """Everything needed to compute `node`, in graph order, in-place operators included."""
     found, todo = {node}, [node]
     while todo:
@@ -137,7 +142,7 @@ def _closure(node: Node) -> list[Node]:
             if source not in found:
                 found.add(source)
                 todo.append(source)
-        for change in mutations_of(found, before=node):
+        for change in mutations_of(found, before=user):
             if change not in found:
                 found.add(change)
                 todo.append(change)

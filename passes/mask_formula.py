@@ -6,7 +6,6 @@ constant between its steps, so that evaluating it once in every interval decides
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,11 +14,11 @@ from sympy.core.relational import Relational
 
 from sparsify.ir import MaskKind
 from sparsify.passes.frame import Frame
+from sparsify.passes.index_space import Ranges, extent
 
 __all__ = ["Shape", "decide"]
 
 Expr = Any
-Ranges = Mapping[str, tuple[int, int | None]]
 
 
 @dataclass(frozen=True)
@@ -76,7 +75,7 @@ def _by_ranges(atom: Any, ranges: Ranges) -> Any:
     difference = sympy.expand(atom.lhs - atom.rhs)
     if difference.atoms(sympy.Function):
         return None
-    low, high = _extent(difference, ranges)
+    low, high = extent(difference, ranges)
     if isinstance(atom, sympy.Ge):
         return _settled(low is not None and low >= 0, high is not None and high < 0)
     if isinstance(atom, sympy.Gt):
@@ -91,25 +90,6 @@ def _by_ranges(atom: Any, ranges: Ranges) -> Any:
 
 def _settled(true: bool, false: bool) -> Any:
     return sympy.true if true else sympy.false if false else None
-
-
-def _extent(expr: Expr, ranges: Ranges) -> tuple[float | None, float | None]:
-    """Smallest and largest value of a linear expression over sizes."""
-    low: float | None = 0.0
-    high: float | None = 0.0
-    for term in sympy.Add.make_args(expr):
-        coefficient, body = term.as_coeff_Mul()
-        if body == 1:
-            bounds: tuple[float | None, float | None] = (1, 1)
-        elif body.is_Symbol and str(body) in ranges:
-            bounds = ranges[str(body)]
-        else:
-            return None, None
-        if coefficient < 0:
-            bounds = (bounds[1], bounds[0])
-        low = None if low is None or bounds[0] is None else low + float(coefficient) * bounds[0]
-        high = None if high is None or bounds[1] is None else high + float(coefficient) * bounds[1]
-    return low, high
 
 
 def _steps(formula: Any, i: Expr, j: Expr) -> tuple[Expr, list[_Step]] | None:

@@ -84,7 +84,7 @@ def _aligned(
     if shape.kind == MaskKind.SLIDING:
         message = f"a query sees its last {shape.window} keys only"
         raise Refused("SLIDING_WINDOW", message, evidence)
-    _check_offset(shape.offset, frame.shift, evidence)
+    _check_offset(frame, shape.offset, evidence)
     offset = number(shape.offset)
     return MaskProof(
         kind=MaskKind.CAUSAL,
@@ -95,7 +95,8 @@ def _aligned(
     )
 
 
-def _check_offset(offset: Expr, shift: Expr, evidence: str) -> None:
+def _check_offset(frame: Frame, offset: Expr, evidence: str) -> None:
+    shift = frame.shift
     if sympy.expand(offset - shift) != 0:
         if offset == 0:
             raise Refused(
@@ -103,7 +104,7 @@ def _check_offset(offset: Expr, shift: Expr, evidence: str) -> None:
             )
         message = f"query i sees keys up to i + ({offset}), not i + ({shift})"
         raise Refused("MASK_UNSUPPORTED", message, evidence)
-    if not shift.is_nonnegative:
+    if not frame.space.is_nonnegative(shift):
         raise Refused(
             "ROWS_WITHOUT_KEYS",
             "there may be more queries than keys, so that the first queries see nothing",

@@ -187,26 +187,26 @@ def _slice(node: Node, index: Index, space: IndexSpace) -> Step | None:
     axis = _axis(argument(node, "dim", 0), len(index))
     start = argument(node, "start", 0)
     step = expression(argument(node, "step", 1))
-    begin = _clamped(expression(0 if start is None else start), shape_of(source)[axis])
+    begin = _clamped(expression(0 if start is None else start), shape_of(source)[axis], space)
     if begin is None:
         return None
     return source, _put(index, axis, sympy.expand(begin + step * index[axis]))
 
 
-def _clamped(start: Expr, size: Expr) -> Expr | None:
+def _clamped(start: Expr, size: Expr, space: IndexSpace) -> Expr | None:
     """First index of a slice, with negative starts counted from the end."""
     if start.is_negative:
         from_end = sympy.expand(size + start)
-        if from_end.is_nonnegative:
+        if space.is_nonnegative(from_end):
             return from_end
         return sympy.Integer(0) if from_end.is_negative else None
-    return start if start.is_nonnegative else None
+    return start if space.is_nonnegative(start) else None
 
 
 def _narrow(node: Node, index: Index, space: IndexSpace) -> Step | None:
     source = _source(node)
     axis = _axis(argument(node, "dim", 0), len(index))
-    begin = _clamped(expression(argument(node, "start")), shape_of(source)[axis])
+    begin = _clamped(expression(argument(node, "start")), shape_of(source)[axis], space)
     if begin is None:
         return None
     return source, _put(index, axis, sympy.expand(begin + index[axis]))
@@ -215,7 +215,7 @@ def _narrow(node: Node, index: Index, space: IndexSpace) -> Step | None:
 def _select(node: Node, index: Index, space: IndexSpace) -> Step | None:
     source = _source(node)
     axis = _axis(argument(node, "dim", 0), len(index) + 1)
-    entry = _clamped(expression(argument(node, "index")), shape_of(source)[axis])
+    entry = _clamped(expression(argument(node, "index")), shape_of(source)[axis], space)
     if entry is None:
         return None
     return source, (*index[:axis], entry, *index[axis:])
