@@ -31,7 +31,7 @@ def _replace(graph: Graph, node: Node) -> bool:
     target = written(node)
     assert target is not None
     functional, base = _functional(node), base_of(target)
-    if functional is None or base.op != "call_function" or node in _results(graph):
+    if functional is None or base.op != "call_function":
         return False
     if not _is_read_later(graph, node, target, base):
         base = target  # nobody else looks: the view is as good as memory of its own
@@ -46,11 +46,9 @@ def _replace(graph: Graph, node: Node) -> bool:
     _redirect(graph, node, base, whole, later)
     node.replace_all_uses_with(new)
     graph.erase_node(node)
+    if new in graph.output_node().all_input_nodes:
+        new.name = node.name  # the program's signature knows a result by its name
     return True
-
-
-def _results(graph: Graph) -> set[Node]:
-    return set(graph.output_node().all_input_nodes)
 
 
 def _functional(node: Node) -> Any:

@@ -22,9 +22,9 @@ def original(captured, args, kwargs=None):
 
 class _Replaced(torch.fx.Interpreter):
     def __init__(self, captured, sites):
+        nodes = attention_nodes(captured) if sites else {}  # this normalises the graph
         super().__init__(captured.graph_module)
         self.captured = captured
-        nodes = attention_nodes(captured)
         self.sites = {nodes[site.fqn, site.ordinal]: site for site in sites}
         assert len(self.sites) == len(sites)
         self.inputs = {}
