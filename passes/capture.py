@@ -26,6 +26,7 @@ from sparsify.passes.dims import (
     doubled,
     example_sizes,
     found_dims,
+    fresh,
     own_shapes,
     specialised,
 )
@@ -106,7 +107,7 @@ def capture(
     Raises:
         CaptureError: torch.export takes the model in none of the stated ways.
     """
-    named = dict(kwargs or {})
+    named, training = dict(kwargs or {}), model.training
     tried: list[tuple[Attempt, Exception]] = []
     with _quiet_inference(model):
         for attempt in attempts(tuple(args), named, dynamic):
@@ -115,12 +116,13 @@ def capture(
             except Exception as error:  # torch.export raises whatever the model's code raises
                 tried.append((attempt, error))
                 continue
-            return _captured(model, program, attempt, inputs, tried)
+            notes = _notes(attempt, tried, training)
+            return _captured(model, program, attempt, inputs, notes)
     raise CaptureError(_failure(model, tried)) from (tried[-1][1] if tried else None)
 
 
 def _export(model: torch.nn.Module, attempt: Attempt) -> tuple[ExportedProgram, Any]:
-    args, kwargs = attempt.args, attempt.kwargs
+    args, kwargs = fresh(attempt.args, attempt.kwargs)
     if attempt.double:
         args, kwargs = doubled(args, kwargs)
     with spelt_out(model, args, kwargs):
@@ -156,7 +158,11 @@ def _silence() -> Iterator[None]:
     try:
         for logger in loggers:
             logger.setLevel(logging.CRITICAL)
-        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+        with (
+            warnings.catch_warnings(),
+            contextlib.redirect_stdout(io.StringIO()),
+            contextlib.redirect_stderr(io.StringIO()),
+        ):
             warnings.simplefilter("ignore")
             yield
     finally:
@@ -169,15 +175,10 @@ def _captured(
     program: ExportedProgram,
     attempt: Attempt,
     inputs: Any,
-    tried: list[tuple[Attempt, Exception]],
+    notes: list[str],
 ) -> Captured:
     state, users, flags = _inputs_by_kind(program)
     fixed = specialised(program, attempt, inputs)
-    notes = [f"{other.label} was not possible: {_first_line(error)}" for other, error in tried]
-    if tried:
-        notes.append(f"captured with {attempt.label}")
-    if model.training:
-        notes.append("the model is in training mode; it was captured in eval mode")
     return Captured(
         name=type(model).__name__,
         program=program,
@@ -192,6 +193,15 @@ def _captured(
         flags=flags,
         notes=(*notes, *fixed),
     )
+
+
+def _notes(attempt: Attempt, tried: list[tuple[Attempt, Exception]], training: bool) -> list[str]:
+    notes = [f"{other.label} was not possible: {_first_line(error)}" for other, error in tried]
+    if tried:
+        notes.append(f"captured with {attempt.label}")
+    if training:
+        notes.append("the model is in training mode; it was captured in eval mode")
+    return notes
 
 
 def _inputs_by_kind(

@@ -22,6 +22,7 @@ __all__ = [
     "doubled",
     "example_sizes",
     "found_dims",
+    "fresh",
     "own_shapes",
     "specialised",
 ]
@@ -96,6 +97,16 @@ def _mapped(shapes: Any, tree: Tree) -> Tree:
     if len(leaves) == 1 and leaves[0] is tree:
         return None
     return [_mapped(shapes, leaf) for leaf in leaves]
+
+
+def fresh(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    """The same inputs as tensor objects of their own: torch.export leaves marks on tensors, which
+    the next attempt would obey and the user would keep."""
+
+    def unmarked(leaf: Any) -> Any:
+        return leaf.detach() if _is_tensor(leaf) else leaf
+
+    return pytree.tree_map(unmarked, args), pytree.tree_map(unmarked, kwargs)
 
 
 def doubled(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:

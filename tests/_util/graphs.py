@@ -26,7 +26,7 @@ class Function(torch.nn.Module):
 
 def traced(function, *inputs, static=False, **buffers):
     """The captured function and its output node."""
-    model = Function(function, **buffers)
+    model = Function(function, **buffers).eval()
     captured = capture(model, inputs, dynamic=False if static else None)
     result = captured.graph.output_node().all_input_nodes[0]
     return captured, result
