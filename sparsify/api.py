@@ -17,7 +17,7 @@ from sparsify.errors import (
     SparsifyError,
     UsageError,
 )
-from sparsify.ir import AttentionSite, Refusal
+from sparsify.ir import AttentionSite, Refusal, site_key
 from sparsify.passes.capture import capture, example_inputs, is_transformers_model
 from sparsify.passes.detect import detect
 from sparsify.plans import Plan
@@ -33,6 +33,7 @@ Progress = Callable[[str], None]
 class Inspection:
     """All attention of a model: what can be replaced, and what cannot and why.
 
+    Refusals with the code NOT_ATTENTION only resemble attention.
     `expected` is the number of attention layers that the model's config names, if it names any.
     `order` holds the site keys in execution order.
     """
@@ -43,6 +44,12 @@ class Inspection:
     notes: tuple[str, ...] = ()
     expected: int | None = None
     order: tuple[str, ...] = ()
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Keys of all attention found; look-alikes do not count."""
+        refused = [site_key(r.fqn, r.ordinal) for r in self.refusals if r.code != "NOT_ATTENTION"]
+        return (*(site_key(site.fqn, site.ordinal) for site in self.sites), *refused)
 
     def to_json(self) -> dict[str, Any]:
         """The document of `inspect --json`."""
@@ -121,7 +128,7 @@ def inspect(
     return Inspection(
         model=name or type(model).__name__,
         sites=tuple(found.sites),
-        refusals=tuple(found.refusals),
+        refusals=(*found.refusals, *found.lookalikes),
         notes=tuple(captured.notes) + tuple(found.notes),
         expected=expected_layers(model),
         order=tuple(found.order),
@@ -210,6 +217,10 @@ def verify(
     """Run the checks V1-V3 and V5-V7 on `rewritten` against `original` (`sparsify.checks.run`)."""
     from sparsify import checks
 
+    names = options.get("checks")
+    if names is None or "V1" in [str(name).strip().upper() for name in names]:
+        found = inspect(original, progress=options.get("progress"))
+        options = {"expected": found.expected, "detected": found.keys, **options}
     return checks.run(original, rewritten, samples, **options)
 
 

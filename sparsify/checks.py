@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import copy
 import inspect
+import math
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from sparsify import quality, samples
+from sparsify import quality, samples, settings
 from sparsify.comparing import (
     Context,
     evaluating,
@@ -23,6 +24,7 @@ from sparsify.comparing import (
     result,
     same_bits,
     variant,
+    watching,
 )
 from sparsify.equality import dense_limit, determinism, phases
 from sparsify.errors import UsageError
@@ -45,6 +47,7 @@ def run(
     dump_selection: str | Path | None = None,
     directory: str | Path | None = None,
     expected: int | None = None,
+    detected: Any = None,
     greedy_tokens: int = 64,
     model_name: str = "",
     against: str = "",
@@ -59,11 +62,12 @@ def run(
         checks: names to run, all by default.
         dump_selection: file to write the selection of the longest V6 run to.
         directory: the saved folder, for V7.
-        expected: attention layers that the model has, for V1.
+        expected: attention layers that the model has by its config, for V1.
+        detected: site keys of a fresh inspection of the original, for V1.
         greedy_tokens: length of the greedy continuation compared in V3.
 
     Raises:
-        UsageError: an unknown check, or a model without a plan.
+        UsageError: an unknown check, a model without a plan, or unusable samples.
     """
     names = list(CHECKS) if checks is None else [str(c).strip().upper() for c in checks]
     unknown = [name for name in names if name not in CHECKS]
@@ -72,6 +76,11 @@ def run(
     plan = plan_of(rewritten)
     if plan is None or not plan.rewritten:
         raise UsageError("The second model is not a rewritten one: it has no plan.")
+    if settings.disabled():
+        raise UsageError(
+            "SPARSIFY_DISABLE=1 makes the rewritten model run dense; there is nothing to verify.",
+            "Unset it.",
+        )
     device = next(rewritten.parameters()).device
     vocab = getattr(rewritten.config, "vocab_size", 256)
     ids, source = samples.to_ids(sample, tokenizer, vocab, device)
@@ -87,6 +96,7 @@ def run(
         directory=None if directory is None else Path(directory),
         dump_selection=None if dump_selection is None else Path(dump_selection),
         expected=expected,
+        detected=None if detected is None else tuple(detected),
         greedy_tokens=greedy_tokens,
         say=say,
     )
@@ -104,11 +114,14 @@ def run(
 
 
 def structure(c: Context) -> CheckResult:
-    """V1: same weights, buffers and signature; every detected site is accounted for."""
-    a, b = c.original.state_dict(), c.rewritten.state_dict()
+    """V1: same weights, buffers and signature; every detected site is accounted for.
+
+    `detected` are the sites of a fresh inspection of the original, where the caller made one.
+    """
+    a, b = _tensors(c.original), _tensors(c.rewritten)
     faults = []
     if a.keys() != b.keys():
-        faults.append(f"state_dict differs in {sorted(a.keys() ^ b.keys())[:3]}")
+        faults.append(f"parameters or buffers differ: {sorted(a.keys() ^ b.keys())[:3]}")
     changed = [k for k in a.keys() & b.keys() if not same_bits(a[k], b[k])]
     if changed:
         faults.append(f"weights changed: {changed[:3]}")
@@ -121,20 +134,33 @@ def structure(c: Context) -> CheckResult:
         faults.append(
             f"{len(c.plan)} sites in the plan, {c.expected} attention layers in the model"
         )
+    if c.detected is not None and set(c.detected) != set(c.plan.by_key()):
+        other = sorted(set(c.detected) ^ set(c.plan.by_key()))
+        faults.append(f"plan and detected sites differ in {other[:3]}")
     missing = [p.fqn for p in c.plan if p.fqn not in dict(c.rewritten.named_modules())]
     if missing:
         faults.append(f"no module {missing[0]}")
     counts = {s: sum(p.status == s for p in c.plan) for s in ("rewritten", "kept_dense", "refused")}
     summary = ", ".join(f"{n} {s.replace('_', ' ')}" for s, n in counts.items())
-    metrics = {**counts, "detected": len(c.plan), "expected": c.expected, "weights": len(a)}
+    metrics = {
+        **counts,
+        "detected": None if c.detected is None else len(c.detected),
+        "expected": c.expected,
+        "weights": len(a),
+    }
     return result("V1", "structure", faults, f"{len(a)} tensors bit-identical; {summary}", metrics)
+
+
+def _tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and buffers, those that are not saved included."""
+    return {**model.state_dict(), **dict(model.named_buffers())}
 
 
 def no_op(c: Context) -> CheckResult:
     """V2: with an all-dense plan the outputs are bit-equal."""
     dense = variant(c, method="dense", status="kept_dense")
     original = _on_the_same_memory(c.original, dense)
-    lengths = sorted({1, min(c.dense_rows + 1, c.limit)})
+    lengths = sorted({1, min(c.spans[0] + 1, c.limit)})
     faults = [
         f"outputs differ at {n} tokens"
         for n in lengths
@@ -160,31 +186,36 @@ def _on_the_same_memory(model: torch.nn.Module, other: torch.nn.Module) -> torch
 
 
 def quality_cost(c: Context) -> CheckResult:
-    """V6: recalls per layer, losses, agreement and retrieval on the samples. Reported only."""
-    lengths = c.quality_lengths()
-    runs = []
-    for n in lengths:
-        for i, ids in enumerate(c.ids):
-            if ids.shape[1] < n and not (i == 0 and n == lengths[-1]):
-                continue
-            c.say(f"V6: {min(n, ids.shape[1])} tokens of sample {i + 1}")
-            runs.append(quality.measure(c.original, c.rewritten, ids[:, :n], c.tokenizer))
+    """V6: recalls per layer, losses, agreement and retrieval on the samples.
+
+    It fails on the quality budget of the policy, if there is one, and when nothing was measured.
+    """
+    runs: list[dict[str, Any]] = []
+    with watching(c) as seen:
+        for number, ids in _quality_inputs(c):
+            c.say(f"V6: {ids.shape[1]} tokens of sample {number}")
+            runs.append(quality.measure(c.original, c.rewritten, ids, c.tokenizer))
     if c.dump_selection is not None:
         with record_selection() as chosen:
-            logits(c.rewritten, c.ids[0][:, : lengths[-1]])
+            logits(c.rewritten, c.ids[0][:, : c.quality_lengths()[-1]])
         chosen.save(c.dump_selection)
-    metrics: dict[str, Any] = {"samples": c.source, "runs": runs}
-    faults = []
-    if not runs or max(run["tokens"] for run in runs) <= c.dense_rows:
-        faults.append(f"no sample is longer than top-k blocks ({c.dense_rows} tokens)")
-    if any(run["sparse_loss_nats"] != run["sparse_loss_nats"] for run in runs):
+    faults = seen.faults()
+    if any(not math.isfinite(run["sparse_loss_nats"]) for run in runs):
         faults.append("the loss of the rewritten model is not a number")
-    if c.plan.policy.get("quality"):
+    if c.plan.policy.get("quality") and not faults:
         budget = Quality.model_validate(c.plan.policy["quality"])
-        faults += [
-            f"{fault} at {run['tokens']} tokens" for run in runs for fault in budget.faults(run)
-        ]
+        faults += [f"{f} at {run['tokens']} tokens" for run in runs for f in budget.faults(run)]
+    metrics = {"samples": c.source, "sparse_rows": seen.sparse_rows, "runs": runs}
     return result("V6", "quality", faults, _losses(runs), metrics)
+
+
+def _quality_inputs(c: Context) -> Iterator[tuple[int, torch.Tensor]]:
+    """Number and tokens of every V6 run; a sample shorter than a length is left out of it."""
+    lengths = c.quality_lengths()
+    for n in lengths:
+        for number, ids in enumerate(c.ids, start=1):
+            if ids.shape[1] >= n:
+                yield number, ids[:, :n]
 
 
 def artefact(c: Context) -> CheckResult:

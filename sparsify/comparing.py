@@ -7,15 +7,18 @@ Unqualified equality is asked for at top-k = all blocks only.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from sparsify.hosts.attention import SiteCall, observing
 from sparsify.hosts.transformers import apply, copy_sharing_weights
 from sparsify.plans import Plan
 from sparsify.report import CheckResult
@@ -32,6 +35,7 @@ __all__ = [
     "result",
     "same_bits",
     "variant",
+    "watching",
 ]
 
 CHECK_TOKENS = 1024
@@ -53,18 +57,21 @@ class Context:
     directory: Path | None
     dump_selection: Path | None
     expected: int | None
+    detected: tuple[str, ...] | None
     greedy_tokens: int
     say: Callable[[str], None]
 
     @property
-    def dense_rows(self) -> int:
-        """Positions that stay dense in every layer: the smallest top-k * block size."""
-        return min(math.prod(p.budget) for p in self.plan.rewritten)
+    def spans(self) -> list[int]:
+        """top-k * block size of the layers, in tokens, rising; rows before it stay dense."""
+        return sorted({math.prod(p.budget) for p in self.plan.rewritten})
 
     @property
     def limit(self) -> int:
-        """Longest input of the equality checks, in tokens."""
-        wanted = CHECK_TOKENS if self.dense_rows < CHECK_TOKENS else self.dense_rows + 1
+        """Longest input of the equality checks, in tokens: beyond twice every span if it can be."""
+        wanted = max(
+            CHECK_TOKENS, 2 * self.spans[-1] + 3 if 2 * self.spans[-1] > CHECK_TOKENS else 0
+        )
         longest = getattr(self.rewritten.config, "max_position_embeddings", None) or wanted
         return min(wanted, longest, 8 * CHECK_TOKENS)
 
@@ -80,7 +87,7 @@ class Context:
         """Token counts of the V6 runs: those asked for, else one of up to 4 * top-k * block."""
         longest = max(ids.shape[1] for ids in self.ids)
         limit = getattr(self.rewritten.config, "max_position_embeddings", None) or longest
-        wanted = self.lengths or (max(4 * self.dense_rows, CHECK_TOKENS),)
+        wanted = self.lengths or (max(4 * self.spans[-1], CHECK_TOKENS),)
         return sorted({min(n, longest, limit) for n in wanted})
 
     def tokens(self, length: int) -> torch.Tensor:
@@ -88,9 +95,47 @@ class Context:
         ids = self.ids[0]
         return ids.repeat(1, -(-length // ids.shape[1]))[:, :length]
 
-    def sparse_rows(self, lengths: list[int]) -> int:
-        """Rows per sequence, over the lengths, that the plan makes sparse in some layer."""
-        return sum(max(0, n - self.dense_rows) for n in lengths)
+
+class Seen:
+    """What ran sparse while it watched: calls and sparse rows of every planned site.
+
+    A row is sparse when its position, counted from the first real key, is at least top-k blocks
+    of the plan; it is counted once for all heads.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self.spans = {p.key: math.prod(p.budget) for p in plan.rewritten}
+        self.calls: Counter[str] = Counter()
+        self.rows: Counter[str] = Counter()
+
+    def note(self, call: SiteCall) -> None:
+        """Observer of `sparsify.hosts.attention.observing`."""
+        key, (n_B, _, n_T, _), n_S = call.plan.key, call.q.shape, call.k.shape[2]
+        real = [n_S] * n_B if call.key_mask is None else call.key_mask.sum(-1).tolist()
+        self.calls[key] += 1
+        self.rows[key] += sum(max(0, n - max(self.spans[key], n - n_T)) for n in real)
+
+    @property
+    def sparse_rows(self) -> int:
+        """Sparse rows of the site that had the fewest."""
+        return min(self.rows[key] for key in self.spans)
+
+    def faults(self) -> list[str]:
+        """Planned sites that ran dense, and budgets that no input was long enough for."""
+        dense = [key for key in self.spans if not self.calls[key]]
+        if dense:
+            others = f" and {len(dense) - 1} others" if len(dense) > 1 else ""
+            return [f"{dense[0]}{others} ran dense"]
+        short = sorted({span for key, span in self.spans.items() if not self.rows[key]})
+        return [f"no input was longer than top-k blocks ({span} tokens)" for span in short]
+
+
+@contextlib.contextmanager
+def watching(c: Context) -> Iterator[Seen]:
+    """Count what runs sparse inside the `with`."""
+    seen = Seen(c.plan)
+    with observing(seen.note):
+        yield seen
 
 
 def result(

@@ -1,4 +1,4 @@
-"""V6: what sparsity costs on the user's own text. Measured and reported, never judged.
+"""V6: what sparsity costs on the user's own text. Judged only by a budget of the user's policy.
 
 * score recall: share of the dense attention mass that the selected blocks hold;
 * block recall: share of the K blocks with the most mass that were selected;
@@ -38,11 +38,12 @@ RETRIEVAL_TOKENS = 128
 
 @dataclasses.dataclass(frozen=True)
 class LayerRecall:
-    """Recalls of one layer, each in 0..1, averaged over heads and the `rows` sparse positions."""
+    """Recalls of one layer, each in 0..1, averaged over heads and the `rows` sparse positions;
+    None where no position was sparse."""
 
     site: str
-    score_recall: float
-    block_recall: float
+    score_recall: float | None
+    block_recall: float | None
     rows: int
 
 
@@ -66,7 +67,7 @@ def measure(
     layers = [dataclasses.asdict(layer) for layer in measure_recall(rewritten, ids)]
     rows = [layer for layer in layers if layer["rows"]]
     for name in ("score_recall", "block_recall"):
-        found[name] = sum(layer[name] for layer in rows) / len(rows) if rows else 1.0
+        found[name] = sum(layer[name] for layer in rows) / len(rows) if rows else None
     found["layers"] = layers
     if tokenizer is not None and ids.shape[1] >= RETRIEVAL_TOKENS:
         probe = probe_retrieval(original, rewritten, tokenizer, ids)
@@ -76,7 +77,10 @@ def measure(
 
 @torch.no_grad()
 def measure_recall(model: torch.nn.Module, ids: torch.Tensor) -> list[LayerRecall]:
-    """Recalls of every sparse site of a rewritten `model` on `ids` [1, T], in execution order."""
+    """Recalls of every sparse site of a rewritten `model` on `ids` [1, T], in execution order.
+
+    The tokens are one unpadded sequence, so that positions are row numbers.
+    """
     found: list[LayerRecall] = []
     with observing(lambda call: found.append(_recall(call)), run_dense=True):
         model(ids, use_cache=False)
@@ -89,7 +93,7 @@ def _recall(call: SiteCall) -> LayerRecall:
     first = n_K * size
     blocks_BHTK = select(call)
     if first >= n_T:
-        return LayerRecall(plan.key, 1.0, 1.0, 0)
+        return LayerRecall(plan.key, None, None, 0)
     scale = n_D**-0.5 if call.scale is None else call.scale
     group = call.q.shape[1] // call.k.shape[1]
     score = block = count = 0.0

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
+
+from sparsify.errors import UsageError
 
 __all__ = ["default_text", "to_ids"]
 
@@ -40,7 +41,10 @@ def to_ids(
     """Token ids `[1, T]` of every sample, and a note on where they come from.
 
     `samples` may be None, a text, a list of texts, a tensor `[1, T]` or a list of such tensors.
-    Without a tokenizer, texts cannot be used and random tokens stand in.
+    With neither samples nor a tokenizer, random tokens stand in.
+
+    Raises:
+        UsageError: a text without a tokenizer, an empty sample, or a batch in one tensor.
     """
     if samples is None and tokenizer is not None:
         samples, note = [default_text()], "docstrings of the Python standard library"
@@ -52,16 +56,22 @@ def to_ids(
         note = "the samples given"
     if isinstance(samples, str | torch.Tensor):
         samples = [samples]
+    if not samples:
+        raise UsageError("There are no samples to verify on.")
     return [_ids(sample, tokenizer).to(device) for sample in samples], note
 
 
 def _ids(sample: Any, tokenizer: Any) -> torch.Tensor:
-    if isinstance(sample, torch.Tensor):
-        return sample.reshape(1, -1)
-    if not isinstance(sample, str):
-        return torch.tensor(list(sample), dtype=torch.long).reshape(1, -1)
-    if tokenizer is None:
-        raise ValueError("Texts need a tokenizer; pass tokenizer= or token ids.")
-    # Token ids of a long text may pass the model's length; the checks cut them.
-    ids: Sequence[int] = tokenizer(sample, verbose=False)["input_ids"]
-    return torch.tensor([list(ids)], dtype=torch.long)
+    if isinstance(sample, str):
+        if tokenizer is None:
+            raise UsageError("Texts need a tokenizer.", "Pass tokenizer=, or token ids.")
+        # Token ids of a long text may pass the model's length; the checks cut them.
+        sample = tokenizer(sample, verbose=False)["input_ids"]
+    ids = torch.as_tensor(sample)
+    ids = ids[None] if ids.dim() == 1 else ids
+    if ids.dim() != 2 or len(ids) != 1 or ids.is_floating_point() or ids.shape[1] == 0:
+        raise UsageError(
+            f"A sample is a text or token ids [tokens] or [1, tokens], not {list(ids.shape)}.",
+            "Give several sequences as a list.",
+        )
+    return ids.long()

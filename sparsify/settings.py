@@ -7,8 +7,8 @@
 | `SPARSIFY_STRICT` | `1` | a planned site that would fall back to dense raises instead |
 | `SPARSIFY_LOG_LEVEL` | a `logging` level name | verbosity on stderr |
 | `SPARSIFY_DEBUG_DIR` | a folder | the graph is written there after every pass |
-| `SPARSIFY_GPU_SPECS` | a folder | extra GPU description files |
-| `SPARSIFY_CACHE_DIR` | a folder | where the product may keep files between runs |
+| `SPARSIFY_GPU_SPECS` | a folder | extra GPU description files (for the cost model; not used yet) |
+| `SPARSIFY_CACHE_DIR` | a folder | where `make demo` keeps its model |
 """
 
 from __future__ import annotations

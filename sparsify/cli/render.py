@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +34,15 @@ def inspection(
         out.append(_sites(sites))
     if refusals:
         out.append(_refusals(refusals))
-    return out + [f"note: {note}" for note in notes]
+    return out + _assumed(sites) + [f"note: {note}" for note in notes]
+
+
+def _assumed(sites: Sequence[AttentionSite]) -> list[RenderableType]:
+    """What the proofs take for granted, with the number of sites that rest on it."""
+    counts = Counter(
+        a for site in sites for a in (*site.mask.assumptions, *site.stream.assumptions)
+    )
+    return [f"assumed for {_count(n, 'site')}: {text}" for text, n in counts.items()]
 
 
 def _sites(sites: Sequence[AttentionSite]) -> Table:
@@ -169,7 +178,8 @@ def verification(found: VerificationReport) -> list[RenderableType]:
 def _layers(run: dict[str, Any]) -> Table:
     table = _table("layer", ">score recall", ">block recall", ">sparse rows")
     for layer in run["layers"]:
-        recalls = (f"{layer[name]:.3f}" for name in ("score_recall", "block_recall"))
+        measured = (layer["score_recall"], layer["block_recall"])
+        recalls = ("-" if value is None else f"{value:.3f}" for value in measured)
         table.add_row(layer["site"].removesuffix("#0"), *recalls, f"{layer['rows']:,}")
     return table
 

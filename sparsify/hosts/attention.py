@@ -8,6 +8,7 @@ known of the mask arrives as a `SparsityMask`, and the cache layer as the keywor
 from __future__ import annotations
 
 import contextlib
+import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
@@ -28,6 +29,8 @@ __all__ = ["FALLBACK", "SiteCall", "observing", "proxy_index", "run_sparse", "sp
 
 # How the counts of calls that should have been sparse begin.
 FALLBACK = "fallback, "
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -79,7 +82,7 @@ def sparsify_attention(
     attention and is counted, or raises `StrictError` under SPARSIFY_STRICT=1.
     """
     plan: LayerPlan | None = getattr(module, "sparsify_plan", None)
-    reason = _planned_dense(plan, query, key)
+    reason = _planned_dense(plan, query, key, attention_mask)
     if reason is None and plan is not None:
         fallback = _fallback(query, key, attention_mask, dropout, kwargs)
         if fallback is not None and settings.strict():
@@ -105,7 +108,9 @@ def sparsify_attention(
     return out
 
 
-def _planned_dense(plan: LayerPlan | None, query: torch.Tensor, key: torch.Tensor) -> str | None:
+def _planned_dense(
+    plan: LayerPlan | None, query: torch.Tensor, key: torch.Tensor, mask: Any
+) -> str | None:
     """Why this call is dense by the user's own wish, or None."""
     if plan is None:
         return "no plan for this module"
@@ -113,9 +118,11 @@ def _planned_dense(plan: LayerPlan | None, query: torch.Tensor, key: torch.Tenso
         return "by plan"
     if settings.disabled():
         return "SPARSIFY_DISABLE"
-    if key.shape[2] < plan.min_context:
+    # A static cache hands over room for more keys than there are.
+    keys = mask.keys_in_use if isinstance(mask, SparsityMask) else key.shape[2]
+    if keys < plan.min_context:
         return "shorter than min_context"
-    if plan.decode == "dense" and query.shape[2] == 1 and key.shape[2] > 1:
+    if plan.decode == "dense" and query.shape[2] == 1 and keys > 1:
         return "decode is dense by policy"
     return None
 
@@ -207,6 +214,11 @@ def _dense_function(module: torch.nn.Module) -> Callable[..., Any]:
 
 
 def _count(module: torch.nn.Module, what: str) -> None:
+    """Count a call; the first fallback of a kind is also told to the user."""
     counts = module.__dict__.get("sparsify_counts")
-    if counts is not None:
-        counts[what] += 1
+    if counts is None:
+        return
+    if FALLBACK in what and not counts[what]:
+        name = module.__dict__["sparsify_plan"].fqn
+        _log.warning("%s is planned sparse and runs %s", name, what)
+    counts[what] += 1

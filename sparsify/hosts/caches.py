@@ -27,6 +27,7 @@ class BlockMeans:
         self.means_BGND: torch.Tensor | None = None
         self.block_size = 0
         self.origins: tuple[int, ...] | None = None
+        self.last_BGD: torch.Tensor | None = None  # last key of the last known block
 
     def extend(
         self, keys_BGSD: torch.Tensor, block_size: int, origins: tuple[int, ...] | None
@@ -47,6 +48,7 @@ class BlockMeans:
         if not known or in_all > first:
             known.append(self._means(keys_BGSD, first, in_all))
         kept = self.means_BGND = torch.cat(known, 2)
+        self.last_BGD = self._last_key(keys_BGSD).clone()
         parts = [kept, self._means(keys_BGSD, in_all, in_some)]
         missing = -(-n_S // block_size) - in_some
         if missing > 0:
@@ -58,12 +60,14 @@ class BlockMeans:
         if self.means_BGND is not None:
             kept = max(0, n_S - max(self.origins or (0,))) // self.block_size
             self.means_BGND = self.means_BGND[:, :, :kept]
+            self.last_BGD = None
 
     def index(self, rows: torch.Tensor) -> None:
         """Keep, drop, repeat or reorder sequences of the batch."""
         if self.means_BGND is not None:
             rows = rows.to(self.means_BGND.device)
             self.means_BGND = self.means_BGND[rows]
+            self.last_BGD = None if self.last_BGD is None else self.last_BGD[rows]
             if self.origins is not None:
                 every = torch.tensor(self.origins)[rows.cpu()]
                 self.origins = tuple(every.tolist())
@@ -72,6 +76,7 @@ class BlockMeans:
         """Follow the keys to another device."""
         if self.means_BGND is not None:
             self.means_BGND = self.means_BGND.to(device, non_blocking=True)
+            self.last_BGD = None
 
     def reset(self) -> None:
         """Forget everything."""
@@ -80,13 +85,26 @@ class BlockMeans:
     def _fits(
         self, keys_BGSD: torch.Tensor, block_size: int, origins: tuple[int, ...] | None
     ) -> bool:
-        return (
-            self.means_BGND is not None
-            and block_size == self.block_size
-            and origins == self.origins
-            and self.means_BGND.shape[:2] == keys_BGSD.shape[:2]
-            and self.means_BGND.device == keys_BGSD.device
-        )
+        """Whether the known means belong to these keys.
+
+        A cache that was edited past the methods below shows in the last key of the last block.
+        """
+        means = self.means_BGND
+        if means is None or (block_size, origins) != (self.block_size, self.origins):
+            return False
+        if means.shape[:2] != keys_BGSD.shape[:2] or means.dtype != keys_BGSD.dtype:
+            return False
+        if means.device != keys_BGSD.device or self._reach() > keys_BGSD.shape[2]:
+            return False
+        return self.last_BGD is None or torch.equal(self.last_BGD, self._last_key(keys_BGSD))
+
+    def _reach(self) -> int:
+        """Keys that the known blocks cover, in the sequence that begins last."""
+        known = 0 if self.means_BGND is None else self.means_BGND.shape[2]
+        return max(self.origins or (0,)) + known * self.block_size if known else 0
+
+    def _last_key(self, keys_BGSD: torch.Tensor) -> torch.Tensor:
+        return keys_BGSD[:, :, max(0, self._reach() - 1)]
 
     def _means(self, keys_BGSD: torch.Tensor, first: int, last: int) -> torch.Tensor:
         """Means of blocks first..last-1; where a sequence is too short for one, it is zero."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
@@ -36,6 +36,8 @@ class SparsityMask:
     kv_offset: int
     padding_2d: torch.Tensor | None
     build_dense: Callable[[], torch.Tensor | None] = field(repr=False)
+    # `generate` prepares the mask for static caches and hands it to the forward, which asks this.
+    ndim: ClassVar[int] = 4
 
     @cached_property
     def padding(self) -> torch.Tensor | None:
@@ -47,6 +49,11 @@ class SparsityMask:
         if missing > 0:
             known = torch.nn.functional.pad(known, (0, missing))
         return None if bool(known.all()) else known
+
+    @cached_property
+    def keys_in_use(self) -> int:
+        """Keys up to the last query, as against room in the cache behind them."""
+        return int(self.q_offset) - self.kv_offset + self.q_length
 
     @cached_property
     def left_padded_only(self) -> bool:
@@ -93,15 +100,21 @@ def sparsify_mask(
     q_offset: int | torch.Tensor = 0,
     kv_offset: int = 0,
     mask_function: Callable[..., Any] = causal_mask_function,
-    attention_mask: torch.Tensor | None = None,
+    attention_mask: torch.Tensor | SparsityMask | None = None,
     config: Any = None,
     **kwargs: Any,
 ) -> SparsityMask:
     """Mask function for `AttentionMaskInterface` (transformers.masking_utils).
 
     Only transformers' own causal mask function, by identity, is known to be causal; windows,
-    packing and user functions arrive as other functions and are left to the dense mask.
+    packing and user functions arrive as other functions and are left to the dense mask. A mask
+    that was prepared before is handed through.
     """
+    if isinstance(attention_mask, SparsityMask):
+        return attention_mask
+    if isinstance(q_offset, torch.Tensor):
+        # A static cache hands over its own counter, which moves before the mask is read.
+        q_offset = q_offset.clone()
 
     def build_dense() -> torch.Tensor | None:
         previous = ALL_MASK_ATTENTION_FUNCTIONS.get(dense_implementation(config))

@@ -155,3 +155,9 @@ def test_a_cache_with_means_can_be_deep_copied():
     twin = copy.deepcopy(layer)
     check_follows_keys(layer, None)
     check_follows_keys(twin, None)
+
+
+def test_a_cache_edited_past_its_methods_starts_anew():
+    layer = layer_with(keys(19))
+    layer.keys = layer.keys.flip(0)
+    assert torch.equal(layer.block_means_for(layer.keys, SIZE, None), fresh(layer.keys))

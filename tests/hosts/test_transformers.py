@@ -271,6 +271,39 @@ def test_a_mask_tensor_from_outside_runs_dense_and_is_counted(monkeypatch):
         logits(rewritten, ids, mask)
 
 
+def test_a_fallback_is_told_once_per_module_and_reason(caplog):
+    rewritten, ids = rewrite(build("llama")), tokens(1, 40)
+    mask = torch.ones(1, 1, 40, 40, dtype=torch.bool).tril(2)
+    logits(rewritten, ids, mask)
+    logits(rewritten, ids, mask)
+    told = [r.getMessage() for r in caplog.records]
+    assert len(told) == 3
+    assert all("mask tensor from outside" in text for text in told)
+
+
+def test_a_static_cache_counts_the_keys_in_use_not_the_room():
+    model, ids = build("llama"), tokens(1, 20)
+    rewritten = rewrite(model, min_context=30)
+    options = dict(max_new_tokens=5, do_sample=False, cache_implementation="static")
+    assert torch.equal(rewritten.generate(ids, **options), model.generate(ids, **options))
+    assert all("sparse" not in counts for counts in host.call_counts(rewritten).values())
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_static_cache_chooses_as_a_growing_one(method):
+    rewritten = rewrite(build("llama"), method)
+    ids, mask = left_padded([40, 27], 40)
+    options = dict(attention_mask=mask, max_new_tokens=12, do_sample=False)
+    with record_selection() as growing:
+        wanted = rewritten.generate(ids, **options)
+    with record_selection() as static:
+        got = rewritten.generate(ids, cache_implementation="static", **options)
+    assert torch.equal(got, wanted)
+    assert not host.fallbacks(rewritten)
+    for site, chosen in growing.diff(static).items():
+        assert (chosen.differing, chosen.unmatched) == (0, 0), site
+
+
 def test_packed_position_ids_are_not_taken_for_one_causal_sequence():
     model, ids = build("llama"), tokens(1, 40)
     rewritten = rewrite(model)

@@ -10,6 +10,8 @@ import sparsify as sp
 from sparsify import checks, equality
 from sparsify.hosts import attention
 from sparsify.hosts import transformers as host
+from sparsify.hosts.attention import observing
+from sparsify.quality import measure_recall, select
 from tests._util.tiny_models import build, tokens
 
 SIZE, TOPK = 8, 2
@@ -121,7 +123,7 @@ def test_phases_fail_when_decode_forgets_the_rule(pair, monkeypatch):
     monkeypatch.setattr(
         attention,
         "_planned_dense",
-        lambda plan, q, k: "wrong" if q.shape[2] == 1 else real(plan, q, k),
+        lambda plan, q, *rest: "wrong" if q.shape[2] == 1 else real(plan, q, *rest),
     )
     assert by_name(run(pair, "V5"))["V5 chunks and decode"].status == "failed"
 
@@ -135,21 +137,32 @@ def test_quality_reports_recalls_of_every_sparse_layer(pair):
         assert layer["rows"] == run_["tokens"] - SIZE * TOPK
 
 
-def test_recalls_are_one_when_all_blocks_are_taken(pair):
+def test_recalls_agree_with_a_computation_row_by_row(pair):
     _model, result = pair
-    layers = tuple(
-        dataclasses.replace(p, topk=5, block_size=8) if p.sparse else p for p in result.plan
-    )
-    host.apply(result.model, sp.Plan(layers))
-    ids = tokens(1, 48)
-    from sparsify.quality import measure_recall
+    ids, calls = tokens(1, 40), []
+    with observing(calls.append, run_dense=True), torch.no_grad():
+        result.model(ids, use_cache=False)
+    for call, measured in zip(calls, measure_recall(result.model, ids), strict=True):
+        blocks = select(call)
+        score, block, rows = 0.0, 0.0, 0
+        for h in range(call.q.shape[1]):
+            chosen = blocks[0, h if call.plan.method == "moba" else h // 3]
+            for p in range(SIZE * TOPK, 40):
+                logit = call.k[0, h // 3, : p + 1] @ call.q[0, h, p] * call.scale
+                mass = [part.sum().item() for part in logit.softmax(-1).split(SIZE)]
+                picked = {c for c in chosen[p].tolist() if c >= 0}
+                best = sorted(range(len(mass)), key=lambda c: -mass[c])[:TOPK]
+                score += sum(mass[c] for c in picked)
+                block += len(picked & set(best)) / TOPK
+                rows += 1
+        assert measured.score_recall == pytest.approx(score / rows, rel=1e-4)
+        assert measured.block_recall == pytest.approx(block / rows, rel=1e-4)
 
-    for layer in measure_recall(result.model, ids):
-        assert layer.rows == 8
-        assert layer.score_recall > 0.5
-    everything = tuple(dataclasses.replace(p, topk=6) if p.sparse else p for p in layers)
-    host.apply(result.model, sp.Plan(everything))
-    assert all(r.rows == 0 and r.score_recall == 1 for r in measure_recall(result.model, ids))
+
+def test_a_layer_without_sparse_rows_has_no_recall(pair):
+    _model, result = pair
+    for layer in measure_recall(result.model, tokens(1, SIZE * TOPK)):
+        assert (layer.score_recall, layer.block_recall, layer.rows) == (None, None, 0)
 
 
 def test_losses_are_those_of_cross_entropy(pair):
@@ -197,3 +210,89 @@ def test_a_quality_budget_of_the_policy_is_held(recall, status):
     report = run((model, sp.sparsify(model, policy)), "V6")
     assert report.checks[0].status == status
     assert ("score recall" in report.checks[0].summary) == (status == "failed")
+
+
+def test_nothing_passes_when_the_planned_sites_ran_dense(pair, monkeypatch):
+    monkeypatch.setattr(attention, "_fallback", lambda *a: "of a test")
+    report = run(pair, "V3", "V5", "V6")
+    assert {c.status for c in report.checks} == {"failed"}
+    assert all("ran dense" in c.summary for c in report.checks)
+
+
+def test_a_disabled_model_cannot_be_verified(pair, monkeypatch):
+    monkeypatch.setenv("SPARSIFY_DISABLE", "1")
+    with pytest.raises(sp.UsageError, match="SPARSIFY_DISABLE"):
+        run(pair, "V3")
+
+
+def test_min_context_beyond_the_sample_leaves_quality_unmeasured_and_the_rest_checked(pair):
+    _model, result = pair
+    layers = [dataclasses.replace(p, min_context=400) if p.sparse else p for p in result.plan]
+    host.apply(result.model, sp.Plan(tuple(layers)))
+    found = by_name(run(pair, "V3", "V5", "V6"))
+    assert found["V6 quality"].status == "failed"
+    assert found["V6 quality"].metrics["runs"][0]["score_recall"] is None
+    assert found["V3 dense limit"].status == found["V5 determinism"].status == "passed"
+
+
+def test_a_layer_with_a_larger_budget_must_be_reached_too(pair):
+    _model, result = pair
+    layers = list(result.plan)
+    layers[1] = dataclasses.replace(layers[1], block_size=128, topk=4)
+    host.apply(result.model, sp.Plan(tuple(layers)))
+    found = by_name(run(pair, "V3", "V6"))
+    assert "512 tokens" in found["V3 dense limit"].summary
+    assert "512 tokens" in found["V6 quality"].summary
+
+
+def test_structure_fails_when_a_buffer_differs_or_a_site_was_not_detected(pair):
+    _model, result = pair
+    keys = [p.key for p in result.plan]
+    assert run(pair, "V1", detected=keys).ok
+    assert "detected" in run(pair, "V1", detected=keys[:-1]).checks[0].summary
+    result.model.model.rotary_emb.inv_freq += 1e-3
+    assert "inv_freq" in run(pair, "V1").checks[0].summary
+
+
+def test_phases_fail_when_too_many_rows_choose_otherwise(pair, monkeypatch):
+    real = equality._differences
+    monkeypatch.setattr(equality, "_differences", lambda a, b: (real(a, b)[1], *real(a, b)[1:]))
+    assert "other blocks" in by_name(run(pair, "V5"))["V5 chunks and decode"].summary
+
+
+def test_sixteen_bit_models_are_held_to_twice_the_error_of_eager_attention(monkeypatch):
+    model = build("llama", dtype=torch.bfloat16)
+    policy = sp.Policy.moba(block_size=SIZE, topk=TOPK, dense_last=1)
+    pair = model, sp.sparsify(model, policy)
+    assert run(pair, "V3", greedy_tokens=0).ok
+    real = attention.run_sparse
+    monkeypatch.setattr(attention, "run_sparse", lambda *a, **k: real(*a, **k) * 1.2)
+    assert not run(pair, "V3", greedy_tokens=0).ok
+
+
+def test_the_artefact_check_fails_for_a_folder_of_other_weights(pair, tmp_path):
+    _model, _result = pair
+    other = build("llama", seed=1)
+    policy = sp.Policy.moba(block_size=SIZE, topk=TOPK, dense_last=1)
+    folder = sp.export(sp.sparsify(other, policy), tmp_path / "other")
+    assert "other outputs" in run(pair, "V7", directory=folder).checks[0].summary
+    assert "failed" in run(pair, "V7", directory=tmp_path / "nowhere").checks[0].summary
+
+
+@pytest.mark.parametrize(
+    "sample", [torch.zeros(2, 9, dtype=torch.long), torch.zeros(1, 0).long(), "text", [], [0.5]]
+)
+def test_unusable_samples_are_user_errors(pair, sample):
+    model, result = pair
+    with pytest.raises(sp.UsageError):
+        checks.run(model, result.model, sample, checks=["V1"])
+
+
+def test_verify_detects_again_and_knows_the_number_of_layers():
+    model = build("llama")
+    result = sp.sparsify(model, sp.Policy.moba(block_size=SIZE, topk=TOPK))
+    found = result.verify(tokens(1, 60), checks=["V1"]).checks[0]
+    assert (found.status, found.metrics["detected"], found.metrics["expected"]) == ("passed", 3, 3)
+    stripped = sp.Plan(result.plan.layers[:2])
+    host.apply(result.model, stripped)
+    assert result.verify(tokens(1, 60), checks=["V1"]).checks[0].status == "failed"
