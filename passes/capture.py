@@ -40,6 +40,7 @@ LOGGERS = (
     "torch.export",
     "torch._export",
     "torch._dynamo",
+    "torch._subclasses.fake_tensor",
 )
 
 
