@@ -12,6 +12,7 @@ from typing import Any
 import sympy
 import torch
 from torch.fx import Node
+from torch.utils import _pytree as pytree
 
 from sparsify.passes.aliases import mutations_of
 from sparsify.passes.capture import Captured
@@ -100,6 +101,7 @@ class Slice:
             return known[source] if source in known else _shaped(source, sizes)
 
         args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), get)
+        args, kwargs = pytree.tree_map(_on_cpu, (args, kwargs))
         try:
             return node.target(*args, **kwargs)  # type: ignore[operator]
         except (RuntimeError, IndexError, ValueError, TypeError) as error:
@@ -111,7 +113,12 @@ class Slice:
         value = self.captured.value(node.name)
         if value is None or value.is_meta:
             raise NotRunnable(f"{node.name} has no values")
-        return value.clone()
+        return value.cpu().clone()
+
+
+def _on_cpu(value: Any) -> Any:
+    """The model may lie on any device, or on none; numbers are checked on the processor."""
+    return torch.device("cpu") if isinstance(value, torch.device) else value
 
 
 def concrete(expr: Expr, sizes: Sizes) -> int:

@@ -8,6 +8,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from sparsify.passes.detect import attention_nodes
+from sparsify.passes.graphs import expression
 
 
 def run(captured, sites, args, kwargs=None):
@@ -49,7 +50,17 @@ class _Replaced(torch.fx.Interpreter):
         names = [argument.name for argument in n.target._schema.arguments]
         named = {**dict(zip(names, args, strict=False)), **kwargs}
         padding = None if site.mask.padding is None else self.inputs[site.mask.padding]
-        return dense(site, named["query"], named["key"], named["value"], padding)
+        out = dense(site, named["query"], named["key"], named["value"], padding)
+        return _laid_out(out, n, self.captured.examples)
+
+
+def _laid_out(out, node, examples):
+    """In the memory order of the captured output: a view behind it may rely on that."""
+    strides = [expression(stride) for stride in node.meta["val"].stride()]
+    known = {s: examples[str(s)] for stride in strides for s in stride.free_symbols}
+    order = sorted(range(out.dim()), key=lambda axis: -int(strides[axis].subs(known)))
+    back = [order.index(axis) for axis in range(out.dim())]
+    return out.permute(order).contiguous().permute(back)
 
 
 def dense(site, q, k, v, padding):
