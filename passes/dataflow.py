@@ -191,6 +191,7 @@ def _position_axis(frame: Frame, hidden: Node, walks: dict[str, _Walk]) -> int |
             if symbol.is_Symbol and _counts(axis, symbol, walks[name]):
                 return axis
     if not any(symbol.is_Symbol for symbol in symbols.values()):
+        _check_one_place(hidden, walks)
         return None
     for name, walk in walks.items():
         if any(_is_rearranged(entry, symbols[name], walk) for i in walk.stream for entry in i):
@@ -200,6 +201,19 @@ def _position_axis(frame: Frame, hidden: Node, walks: dict[str, _Walk]) -> int |
         "attention runs over an axis that is not the positions of the token stream",
         f"no axis of {hidden.name} {shape_of(hidden)} is counted by the keys",
     )
+
+
+def _check_one_place(hidden: Node, walks: dict[str, _Walk]) -> None:
+    """One query and one own key: they must be the same token."""
+    for axis in range(len(shape_of(hidden))):
+        entries = {index[axis] for walk in walks.values() for index in walk.stream}
+        fixed = {entry for entry in entries if not entry.free_symbols & set(_sizes(walks))}
+        if len(fixed) > 1:
+            raise _not_self(f"q, k and v read {_listed(fixed)} of axis {axis} of {hidden.name}")
+
+
+def _sizes(walks: dict[str, _Walk]) -> Iterable[Expr]:
+    return next(iter(walks.values())).frame.space.sizes
 
 
 def _counts(axis: int, symbol: Expr, walk: _Walk) -> bool:

@@ -21,11 +21,12 @@ from sparsify.passes.index_space import IndexSpace
 from sparsify.passes.index_values import Unreadable, Values
 from sparsify.passes.views import broadcast_index, view_source
 
-__all__ = ["Evaluator", "Leaf"]
+__all__ = ["UNFORESEEN", "Evaluator", "Leaf"]
 
 Expr = Any
 Value = Any
 Index = tuple[Expr, ...]
+UNFORESEEN = (AssertionError, AttributeError, IndexError, TypeError, ValueError)
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ class Evaluator:
         try:
             if node not in self.frozen:
                 return self._read(node, index)
-        except (Unreadable, RecursionError, IndexError, TypeError, ValueError):
+        except (Unreadable, RecursionError, *UNFORESEEN):
             pass  # a call that no rule foresees is as unknown as an operator without a rule
         value = self.function(node, index)
         return self.values.truth(value) if dtype_of(node) == torch.bool else value

@@ -13,7 +13,7 @@ import torch
 from torch.fx import Node
 
 from sparsify.passes.graphs import argument, dtype_of, expression, shape_of
-from sparsify.passes.index_expr import Evaluator
+from sparsify.passes.index_expr import UNFORESEEN, Evaluator
 from sparsify.passes.index_values import Unreadable
 from sparsify.passes.views import broadcast_index, concat_parts
 
@@ -64,7 +64,7 @@ def indexed_source(ev: Evaluator, node: Node, index: Index) -> tuple[Node, Index
     """Where x[t0, t1, ...] reads x; None when the index tensors cannot be read."""
     try:
         return _indexed(ev, node, index)
-    except (Unreadable, IndexError, TypeError, ValueError):
+    except (Unreadable, *UNFORESEEN):
         return None
 
 

@@ -61,7 +61,7 @@ def _without_tensor(captured: Captured, frame: Frame) -> MaskProof:
             "Pass a mask aligned to the last key.",
         )
     shape = Shape(MaskKind.CAUSAL, sympy.Integer(0))
-    return _aligned(captured, frame, shape, "is_causal=True", assumptions=captured.flags)
+    return _aligned(captured, frame, shape, "is_causal=True")
 
 
 def _aligned(
@@ -90,7 +90,7 @@ def _aligned(
         kind=MaskKind.CAUSAL,
         padding=padding,
         q_offset=str(shape.offset) if offset is None else offset,
-        assumptions=(*assumptions, *_lengths(captured, frame)),
+        assumptions=(*assumptions, *captured.flags, *_lengths(captured, frame)),
         evidence=evidence,
     )
 

@@ -27,7 +27,7 @@ from sparsify.passes.graphs import (
     op_name,
     shape_of,
 )
-from sparsify.passes.index_expr import Evaluator
+from sparsify.passes.index_expr import UNFORESEEN, Evaluator
 from sparsify.passes.index_layout import indexed_source
 from sparsify.passes.index_space import IndexSpace
 from sparsify.passes.matchers import sdpa
@@ -155,17 +155,20 @@ class Reader:
     def _sources(self, node: Node, index: Index) -> list[Step | Read] | None:
         if node.op != "call_function" or node in self.frozen:
             return None
+        try:
+            return self._by_rule(node, index)
+        except UNFORESEEN:
+            return None  # a call that no rule foresees is as unknown as one without a rule
+
+    def _by_rule(self, node: Node, index: Index) -> list[Step | Read] | None:
         view = view_source(node, index, self.space)
         if view is not None:
             return [view]
-        name = op_name(node)
-        rule = _RULES.get(name)
+        rule = _RULES.get(op_name(node))
         if rule is not None:
             sources = rule(self, node, index)
             return None if sources is None else list(sources)
-        if is_pointwise(node):
-            return list(self._pointwise(node, index))
-        return None
+        return list(self._pointwise(node, index)) if is_pointwise(node) else None
 
     def _pointwise(self, node: Node, index: Index) -> Iterator[Step]:
         for source in node.all_input_nodes:

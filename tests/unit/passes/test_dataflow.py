@@ -127,6 +127,20 @@ def test_twins_of_cached_attention(twin, length, code):
     assert code_of(twin, tokens(length=length), past(), past(seed=4)) == code
 
 
+def test_the_own_key_of_a_step_must_be_the_querys_token():
+    def step(which):
+        def attend(self, q, k, v, x, past_k, past_v):
+            k, v = (t[:, :, which] for t in (k, v))
+            k, v = torch.cat([past_k, k], 2), torch.cat([past_v, v], 2)
+            return sdpa(q[:, :, -1:], k, v)
+
+        return attend
+
+    inputs = tokens(), past(), past(seed=4)
+    assert site_of(step(slice(-1, None)), *inputs).phase == Phase.DECODE
+    assert code_of(step(slice(0, 1)), *inputs) == "NOT_SELF_ATTENTION"
+
+
 def test_the_last_query_alone_and_the_first():
     def rows(which):
         return lambda self, q, k, v, x: sdpa(q[:, :, which], k, v)
