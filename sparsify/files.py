@@ -13,6 +13,7 @@ import re
 import secrets
 import shutil
 import signal
+import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -48,9 +49,19 @@ def check_target(target: str | Path, *, force: bool = False, directory: bool = T
 
     Raises:
         UsageError: it exists and `force` is not given (an empty folder is no obstacle), it is of
-            the other kind, or `force` would remove the working directory or one above it.
+            the other kind, `force` would remove the working directory or one above it, its name is
+            empty or too long, or nothing can be written there.
     """
-    given, path = target, _resolve(target)
+    if not str(target):
+        raise UsageError("The name of the output is empty.")
+    try:
+        _check_target(target, _resolve(target), force=force, directory=directory)
+    except OSError as error:
+        said = os.strerror(error.errno) if error.errno else str(error)
+        raise UsageError(f"Cannot write {target}: {said}.") from error
+
+
+def _check_target(given: str | Path, path: Path, *, force: bool, directory: bool) -> None:
     if not path.exists():
         _check_parent(given, path)
         return
@@ -106,7 +117,8 @@ def write_text(target: str | Path, text: str, *, force: bool = True) -> None:
 def _output(target: str | Path, *, force: bool, directory: bool) -> Iterator[Path]:
     check_target(target, force=force, directory=directory)
     path = _resolve(target)
-    temporary = path.with_name(f".{path.name[:100]}.{secrets.token_hex(4)}.partial")
+    start = os.fsencode(path.name)[:100].decode(errors="ignore")
+    temporary = path.with_name(f".{start}.{secrets.token_hex(4)}.partial")
     created = [p for p in path.parents if not p.exists()]
     with _terminable():
         try:
@@ -123,7 +135,8 @@ def _output(target: str | Path, *, force: bool, directory: bool) -> Iterator[Pat
                     with contextlib.suppress(OSError):
                         parent.rmdir()
             number = _errno(error)
-            if number in _USER_FAULTS:
+            gone = number == errno.ENOENT and not temporary.parent.is_dir()
+            if number in _USER_FAULTS or gone:
                 raise UsageError(f"Cannot write {target}: {os.strerror(number)}.") from error
             raise
 
@@ -168,6 +181,11 @@ def _check_parent(given: str | Path, path: Path) -> None:
         raise UsageError(f"Cannot write {given}: {parent} is not a folder.")
     if not os.access(parent, os.W_OK | os.X_OK):
         raise UsageError(f"Cannot write {given}: no permission to write in {parent}.")
+    longest = os.pathconf(parent, "PC_NAME_MAX") if hasattr(os, "pathconf") else 255
+    if any(len(os.fsencode(part)) > longest for part in path.relative_to(parent).parts):
+        raise UsageError(f"Cannot write {given}: {os.strerror(errno.ENAMETOOLONG)}.")
+    with tempfile.TemporaryFile(dir=parent):  # file systems such as /proc take no files
+        pass
 
 
 def _holds(folder: Path, other: Path) -> bool:

@@ -221,3 +221,39 @@ def test_handlers_are_given_back(tmp_path):
     before = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
     fill(tmp_path / "out")
     assert before == [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
+
+
+@pytest.mark.parametrize("name", ["n" * 300, "new/" + "n" * 300, "é" * 150])
+def test_names_too_long_are_refused_before_the_work(tmp_path, name):
+    with pytest.raises(UsageError, match="File name too long"):
+        check_target(tmp_path / name)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["n" * 255, "é" * 127])
+def test_names_of_the_greatest_length_are_written(tmp_path, name):
+    write_text(tmp_path / name, "text")
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+def test_an_empty_name_is_refused():
+    with pytest.raises(UsageError, match="name of the output is empty"):
+        check_target("")
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="there is no /proc")
+def test_file_systems_that_take_no_files_are_refused_before_the_work():
+    with pytest.raises(UsageError, match="Cannot write /proc/zz: "):
+        check_target("/proc/zz")
+
+
+def test_a_folder_that_goes_away_is_told(tmp_path):
+    (tmp_path / "in").mkdir()
+    target = tmp_path / "in" / "out"
+    with pytest.raises(UsageError, match="No such file or directory"), output_file(target):
+        (tmp_path / "in").rmdir()
+
+
+def test_other_missing_files_are_no_fault_of_the_target(tmp_path):
+    with pytest.raises(FileNotFoundError), output_file(tmp_path / "out"):
+        (tmp_path / "other").read_text()
