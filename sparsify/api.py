@@ -27,6 +27,7 @@ from sparsify.report import SparsifyReport, VerificationReport
 __all__ = ["Inspection", "Result", "export", "inspect", "load", "plan", "sparsify", "verify"]
 
 Progress = Callable[[str], None]
+A_POLICY = "a Policy (for a preset or a file: sparsify.load_policy)"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,6 +120,9 @@ def inspect(
         UsageError: example inputs are needed and missing.
     """
     say = progress or _silent
+    _must_be(model, torch.nn.Module, "model", "a torch.nn.Module")
+    if seq_len is not None and seq_len < 1:
+        raise UsageError(f"seq_len is {seq_len}; it must be at least 1.")
     say("capturing the model")
     args, kwargs = _inputs(model, args, kwargs, seq_len)
     with _capturable(model):
@@ -148,6 +152,7 @@ def plan(
         NothingToDoError: there is no attention at all.
         CaptureError: `on_unproved="error"` and a site was refused.
     """
+    _must_be(policy, Policy, "policy", A_POLICY)
     found = model if isinstance(model, Inspection) else inspect(model, args, kwargs)
     return planner.make_plan(
         policy, found.sites, found.refusals, model=found.model, order=found.order or None
@@ -179,6 +184,11 @@ def sparsify(
     say = progress or _silent
     if (policy is None) == (plan is None):
         raise UsageError("Give either a policy or a plan.")
+    _must_be(model, torch.nn.Module, "model", "a torch.nn.Module")
+    if policy is not None:
+        _must_be(policy, Policy, "policy", A_POLICY)
+    if plan is not None:
+        _must_be(plan, Plan, "plan", "a Plan (from a file: sparsify.Plan.load)")
     _check_host(model, host)
     found = inspection or inspect(model, args, kwargs, progress=progress)
     if plan is None:
@@ -217,6 +227,8 @@ def verify(
     """Run the checks V1-V3 and V5-V7 on `rewritten` against `original` (`sparsify.checks.run`)."""
     from sparsify import checks
 
+    for name, model in (("original", original), ("rewritten", rewritten)):
+        _must_be(model, torch.nn.Module, name, "a torch.nn.Module")
     names = options.get("checks")
     if names is None or "V1" in [str(name).strip().upper() for name in names]:
         found = inspect(original, progress=options.get("progress"))
@@ -238,6 +250,7 @@ def export(
     Raises:
         UsageError: an unknown format, or a target in the way.
     """
+    _must_be(result, Result, "result", "what sparsify.sparsify returned")
     if format != "hf":
         raise UsageError(f"Unknown export format {format!r}; this version writes hf.")
     from sparsify.exporters import hf_folder
@@ -259,10 +272,16 @@ def load(directory: str | Path, **options: Any) -> torch.nn.Module:
     Raises:
         ArtefactError: a file is missing or damaged, or a newer version wrote it.
     """
+    _must_be(directory, (str, Path), "directory", "a path")
     _need_transformers()
     from sparsify.exporters import hf_folder
 
     return hf_folder.load(Path(directory), **options)
+
+
+def _must_be(value: Any, kind: Any, name: str, wanted: str) -> None:
+    if not isinstance(value, kind):
+        raise UsageError(f"{name} is a {type(value).__name__}; it must be {wanted}.")
 
 
 def expected_layers(model: torch.nn.Module) -> int | None:

@@ -56,6 +56,8 @@ def to_ids(
         note = "the samples given"
     if isinstance(samples, str | torch.Tensor):
         samples = [samples]
+    if not isinstance(samples, list | tuple):
+        raise UsageError(f"Samples are texts or token ids, not a {type(samples).__name__}.")
     if not samples:
         raise UsageError("There are no samples to verify on.")
     return [_ids(sample, tokenizer).to(device) for sample in samples], note

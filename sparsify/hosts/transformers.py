@@ -10,17 +10,18 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import functools
 import inspect
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from sparsify.errors import ArtefactError, CaptureError
+from sparsify.errors import ArtefactError, CaptureError, UsageError
 from sparsify.hosts.attention import FALLBACK, sparsify_attention
 from sparsify.hosts.caches import sparse_layer
 from sparsify.hosts.masks import dense_implementation, sparsify_mask
@@ -77,19 +78,36 @@ class Handle:
 
     def __init__(self, model: PreTrainedModel, plan: Plan, previous: str) -> None:
         self.model, self.plan, self.previous = model, plan, previous
+        self._mark: object = None
 
     def restore(self) -> None:
-        """Give the model back its previous attention."""
-        for module in self.model.modules():
-            hook = module.__dict__.pop("sparsify_hook", None)
-            if hook is not None:
-                hook.remove()
-            module.__dict__.pop("sparsify_plan", None)
-            module.__dict__.pop("sparsify_counts", None)
-        self.model.set_attn_implementation(self.previous)
-        for config in _configs(self.model):
-            for name in ("sparsify", "attn_implementation"):
-                config.__dict__.pop(name, None)
+        """Give the model back its previous attention; a second call does nothing.
+
+        Raises:
+            UsageError: another plan was applied to the model meanwhile.
+        """
+        current = getattr(self.model.config, "sparsify", None)
+        if current is None:
+            return
+        if current is not self._mark:
+            raise UsageError(
+                "Another plan was applied to this model meanwhile.", "Restore that one instead."
+            )
+        _strip(self.model, self.previous)
+
+
+def _strip(model: PreTrainedModel, previous: str) -> None:
+    """Take every trace of a plan off the model."""
+    for module in model.modules():
+        hook = module.__dict__.pop("sparsify_hook", None)
+        if hook is not None:
+            hook.remove()
+        module.__dict__.pop("sparsify_plan", None)
+        module.__dict__.pop("sparsify_counts", None)
+    model.set_attn_implementation(previous)
+    for config in _configs(model):
+        for name in ("sparsify", "attn_implementation"):
+            config.__dict__.pop(name, None)
 
 
 def apply(model: PreTrainedModel, plan: Plan) -> Handle:
@@ -108,17 +126,18 @@ def apply(model: PreTrainedModel, plan: Plan) -> Handle:
     previous = model.config._attn_implementation
     if previous == NAME:
         previous = dense_implementation(model.config)
-        Handle(model, plan, previous).restore()
+        _strip(model, previous)
     handle = Handle(model, plan, previous)
     for config in _configs(model):
         config.sparsify = {"dense": config._attn_implementation or previous}
     model.set_attn_implementation(NAME)
     if model.config._attn_implementation != NAME:
-        handle.restore()
+        _strip(model, previous)
         raise CaptureError(
             f"{type(model).__name__} calls its attention directly, so transformers cannot swap it."
         )
     model.config.sparsify |= {"schema": CONFIG_SCHEMA, "plan": plan.to_json()}
+    handle._mark = model.config.sparsify
     # Saved, so that transformers without this package refuses the folder instead of loading it
     # dense without a word.
     model.config.attn_implementation = NAME
@@ -215,11 +234,28 @@ def _attach_saved_plan(model: Any, folder: Any) -> None:
             f"{folder} was written by a newer version (schema {stored['schema']}).",
             "Update sparsify-attention.",
         )
-    dense, plan = str(stored.get("dense", "sdpa")), Plan.from_json(stored["plan"])
+    dense = str(stored.get("dense", "sdpa"))
+    plan = _fitted(Plan.from_json(stored["plan"]), model)
     for config in _configs(model):
         config.__dict__.pop("sparsify", None)
     model.set_attn_implementation(dense)
     apply(model, plan)
+
+
+def _fitted(plan: Plan, model: PreTrainedModel) -> Plan:
+    """The plan with module paths as this class has them: with or without the base model's name."""
+    names, prefix = {name for name, _ in model.named_modules()}, f"{model.base_model_prefix}."
+    renames: tuple[Callable[[str], str], ...] = (
+        lambda fqn: fqn.removeprefix(prefix),
+        lambda fqn: prefix + fqn,
+    )
+    for rename in renames:
+        if any(layer.fqn not in names for layer in plan) and all(
+            rename(layer.fqn) in names for layer in plan
+        ):
+            layers = tuple(dataclasses.replace(p, fqn=rename(p.fqn)) for p in plan)
+            return Plan(layers, plan.policy, plan.model)
+    return plan
 
 
 def _check_files(folder: Any) -> None:

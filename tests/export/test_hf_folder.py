@@ -124,3 +124,14 @@ def test_a_folder_that_is_not_ours_gets_a_clear_sentence(tmp_path, content):
         sp.load(tmp_path)
     with pytest.raises(sp.ArtefactError, match="no folder"):
         sp.load(tmp_path / "nowhere")
+
+
+def test_the_base_model_of_a_folder_gets_the_plan_too(tmp_path):
+    from transformers import AutoModel
+
+    result, folder = saved(tmp_path)
+    base, ids = AutoModel.from_pretrained(folder), tokens(1, 40)
+    assert [layer.fqn for layer in plan_of(base)][:1] == ["layers.0.self_attn"]
+    with torch.no_grad():
+        hidden = result.model.model(ids, use_cache=False).last_hidden_state
+        assert torch.equal(base(ids, use_cache=False).last_hidden_state, hidden)

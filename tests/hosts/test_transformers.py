@@ -254,7 +254,7 @@ def test_restoring_a_copy_leaves_the_first_one_as_it_was():
     rewritten = rewrite(model)
     hooks = sum(len(m._forward_pre_hooks) for m in rewritten.modules())
     twin = copy.deepcopy(rewritten)
-    host.Handle(twin, host.plan_of(twin), "sdpa").restore()
+    host._strip(twin, "sdpa")
     assert torch.equal(logits(twin, ids), logits(model, ids))
     assert sum(len(m._forward_pre_hooks) for m in rewritten.modules()) == hooks == 3
     assert not torch.equal(logits(rewritten, ids), logits(model, ids))

@@ -151,3 +151,39 @@ def test_a_model_that_always_falls_back_is_refused_instead_of_running_dense(monk
     monkeypatch.setattr("sparsify.hosts.attention._fallback", lambda *a: "of a test")
     with pytest.raises(sp.CaptureError, match="runs dense in this model: of a test"):
         sp.sparsify(build("llama"), sp.Policy.moba(block_size=8, topk=2))
+
+
+POLICY = sp.Policy.moba(block_size=8, topk=2)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda m: sp.sparsify(m, "kimi-1m"), "policy is a str.*load_policy"),
+        (lambda m: sp.sparsify(m, {"method": "dense"}), "policy is a dict"),
+        (lambda m: sp.sparsify(m, plan="plan.json"), "plan is a str"),
+        (lambda m: sp.plan(m, "kimi-1m"), "policy is a str"),
+        (lambda m: sp.inspect("m"), "model is a str"),
+        (lambda m: sp.inspect(m, seq_len=0), "seq_len is 0"),
+        (lambda m: sp.export(m, "somewhere"), "result is a LlamaForCausalLM"),
+        (lambda m: sp.load(None), "directory is a NoneType"),
+        (lambda m: sp.verify(m, None), "rewritten is a NoneType"),
+        (lambda m: sp.sparsify(m, POLICY).verify(3, checks=["V6"]), "not a int"),
+    ],
+)
+def test_arguments_of_the_wrong_kind_get_one_sentence(call, words):
+    with pytest.raises(sp.UsageError, match=words):
+        call(build("llama"))
+
+
+def test_restoring_an_earlier_rewrite_does_not_take_the_later_one_away():
+    model, ids = build("llama"), tokens(1, 40)
+    first = sp.sparsify(model, POLICY, inplace=True)
+    second = sp.sparsify(model, sp.Policy.msa(block_size=8, topk=2), inplace=True)
+    wanted = logits(model, ids)
+    with pytest.raises(sp.UsageError, match="Another plan"):
+        first.restore()
+    assert torch.equal(logits(model, ids), wanted)
+    second.restore()
+    second.restore()
+    assert plan_of(model) is None
