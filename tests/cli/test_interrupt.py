@@ -1,10 +1,14 @@
-"""Ctrl-C at any stage ends with 130 and leaves nothing behind."""
+"""Ctrl-C at any stage ends with 130, SIGTERM with 143; a sentence is told, nothing is left."""
 
+import os
 import signal
+import subprocess
+import sys
+import time
 
 import pytest
 
-from tests._util.commands import finish, spawn_cli
+from tests._util.commands import environment, finish, spawn_cli
 from tests.cli.conftest import MOBA
 
 
@@ -24,3 +28,74 @@ def test_interrupt_of_a_rewrite(llama, tmp_path, stage):
     else:
         assert code == 130, (seen, err)
         assert left == [] and "Traceback" not in err and "written to" not in out
+        assert err.endswith("sparsify: interrupted\n")
+
+
+@pytest.fixture
+def waiting(tmp_path):
+    """A spawned command whose factory says "ready" and then waits."""
+    (tmp_path / "cli_waits.py").write_text(
+        "import sys, time\n"
+        "def make():\n"
+        "    print('ready', file=sys.stderr, flush=True)\n"
+        "    time.sleep(60)\n"
+    )
+
+    def spawn():
+        process = spawn_cli("inspect", "cli_waits:make", cwd=tmp_path)
+        while "ready" not in process.stderr.readline():
+            assert process.poll() is None
+        return process
+
+    return spawn
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [
+        (signal.SIGINT, "interrupted"),
+        (signal.SIGTERM, "terminated by SIGTERM"),
+        (signal.SIGHUP, "terminated by SIGHUP"),
+    ],
+)
+@pytest.mark.parametrize("times", [1, 8])
+def test_signals_while_a_model_is_loaded(waiting, number, text, times):
+    process = waiting()
+    for _ in range(times):
+        process.send_signal(number)
+        time.sleep(0.01)
+    assert finish(process) == (128 + number, "", f"sparsify: {text}\n")
+
+
+def test_interrupts_until_the_very_end(waiting):
+    process = waiting()
+    while process.poll() is None:
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.002)
+    assert finish(process) == (130, "", "sparsify: interrupted\n")
+
+
+def test_an_interrupt_while_modules_are_imported():
+    code = """
+import os, signal, sys
+from sparsify.cli import main
+class Interrupting:
+    def find_spec(self, name, *_):
+        if name == "typer":
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Interrupting())
+sys.argv = ["sparsify", "doctor"]
+main.run()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment(), capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "sparsify: interrupted\n")
+
+
+def test_signals_that_the_parent_ignores_stay_ignored():
+    process = spawn_cli("doctor", preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
+    os.kill(process.pid, signal.SIGHUP)
+    time.sleep(0.3)
+    process.send_signal(signal.SIGHUP)
+    assert finish(process)[0] == 0

@@ -1,6 +1,7 @@
 """Exit codes, messages and streams of the command line as a whole."""
 
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -99,7 +100,16 @@ def test_internal_errors_have_no_traceback_unless_asked(cli, monkeypatch):
 
 def test_an_interrupt_is_130(cli, monkeypatch):
     words = failing(monkeypatch, KeyboardInterrupt())
-    assert cli(*words)[0] == 130
+    for _ in range(2):
+        assert cli(*words) == (130, "", "sparsify: interrupted\n")
+
+
+def test_a_factory_that_raises_an_interrupt(cli, tmp_path, monkeypatch):
+    (tmp_path / "cli_stops.py").write_text("def make(): raise KeyboardInterrupt")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    code, out, err = cli("inspect", "cli_stops:make")
+    assert (code, out) == (130, "") and err.endswith("sparsify: interrupted\n")
 
 
 def test_a_wrong_log_level_is_told(cli, monkeypatch):
@@ -196,7 +206,17 @@ with streams.progress(stages=2) as say:
     assert "second" in seen and "\x1b" in seen
 
 
-def test_run_ends_the_process_with_the_code(monkeypatch):
+@pytest.fixture
+def kept_signals():
+    """Handlers of the test process stay what they are."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = [signal.getsignal(number) for number in numbers]
+    yield
+    for number, handler in zip(numbers, before, strict=True):
+        signal.signal(number, handler)
+
+
+def test_run_ends_the_process_with_the_code(monkeypatch, kept_signals):
     monkeypatch.setattr(sys, "argv", ["sparsify", "policy", "show", "none"])
     monkeypatch.setattr(streams, "own_stdout", streams.working)
     with pytest.raises(SystemExit) as caught:
