@@ -18,6 +18,8 @@ from sparsify.ir import site_key
 __all__ = ["PLAN_SCHEMA", "LayerPlan", "Plan"]
 
 PLAN_SCHEMA = 1
+LARGEST = 2**31 - 1  # as in policies
+FIELDS = {"schema", "model", "policy", "layers"}
 
 Method = Literal["moba", "msa", "dense"]
 Status = Literal["rewritten", "kept_dense", "refused"]
@@ -75,7 +77,9 @@ class LayerPlan:
             ArtefactError: a field is missing, unknown, or has an impossible value.
         """
         known = {f.name for f in fields(cls)}
-        if not isinstance(data, dict) or set(data) - known:
+        if not isinstance(data, dict):
+            raise ArtefactError(f"A layer of the plan is {data!r:.100}; expected an object.")
+        if set(data) - known:
             raise ArtefactError(f"A layer of the plan has unknown fields: {_names(data, known)}.")
         try:
             layer = cls(**data)
@@ -108,7 +112,7 @@ class LayerPlan:
             if not _is_int(getattr(self, attr), least):
                 raise ArtefactError(
                     f"Layer {name!r} of the plan has {attr} {getattr(self, attr)!r}; "
-                    f"it must be a whole number of at least {least}."
+                    f"it must be a whole number from {least} to {LARGEST}."
                 )
         if (self.status == "rewritten") != self.sparse:
             raise ArtefactError(
@@ -169,6 +173,8 @@ class Plan:
                 f"The plan has schema {schema}, this version reads up to {PLAN_SCHEMA}.",
                 "Update sparsify-attention.",
             )
+        if set(data) - FIELDS:
+            raise ArtefactError(f"The plan has unknown fields: {_names(data, FIELDS)}.")
         policy, model = data.get("policy", {}), data.get("model", "")
         if not isinstance(policy, dict) or not isinstance(model, str):
             raise ArtefactError('Not a plan: "policy" must be an object and "model" a text.')
@@ -189,14 +195,17 @@ class Plan:
             data = json.loads(Path(path).read_text(encoding="utf-8"))
         except OSError as error:
             raise ArtefactError(f"Cannot read the plan {path}: {error.strerror}.") from None
-        except ValueError:
+        except (ValueError, RecursionError):
             raise ArtefactError(f"The plan {path} is not valid JSON.") from None
-        return cls.from_json(data)
+        try:
+            return cls.from_json(data)
+        except ArtefactError as error:
+            raise ArtefactError(f"{path}: {error.message}", error.hint) from None
 
 
 def _is_int(value: Any, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= LARGEST
 
 
-def _names(data: Any, known: set[str]) -> str:
-    return ", ".join(sorted(map(str, set(data) - known))) if isinstance(data, dict) else repr(data)
+def _names(data: dict[str, Any], known: set[str]) -> str:
+    return ", ".join(sorted(map(str, set(data) - known)))
