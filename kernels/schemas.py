@@ -366,6 +366,7 @@ def msa_attention(
 
 
 def _call(name: str, *args: Any, **options: Any) -> Any:
+    validation.check_options(options)
     return getattr(torch.ops.sparsify, name)(*args, **options)
 
 
@@ -381,6 +382,7 @@ def _implementation(name: str) -> ModuleType:
 
 def _body(op: _Op) -> Callable[..., Any]:
     def body(*args: Any, **options: Any) -> Any:
+        validation.check_options(options)
         own, layout, further = op.split(args)
         with torch.no_grad():
             run = getattr(_implementation(op.name), op.name)

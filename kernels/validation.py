@@ -10,12 +10,15 @@ pages, Z slots of a page, D key size, V value size, N blocks, K list places.
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from sparsify.kernels.layout import Layout, block_count, key_slots
 
-__all__ = ["check_blocks", "check_moba", "check_msa"]
+__all__ = ["check_blocks", "check_moba", "check_msa", "check_options"]
 
 _HALF_OR_MORE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _INTS = (torch.int32, torch.int64)
@@ -98,6 +101,21 @@ def check_blocks(
     _same("blocks", "batch size", blocks.shape[0], q.shape[0], "of q")
     _same("blocks", "length", blocks.shape[2], q.shape[2], "of q")
     _one_device(q, blocks=blocks)
+
+
+def check_options(options: dict[str, Any]) -> None:
+    """Types of the sizes, before torch converts them, and a finite scale.
+
+    Raises:
+        ValueError: naming the argument, what was given and what is expected.
+    """
+    for name in ("block_size", "topk"):
+        value = options.get(name, 1)
+        if isinstance(value, bool) or not isinstance(value, int | torch.SymInt):
+            raise ValueError(f"{name} is {value!r}; expected a whole number of at least 1.")
+    scale = options.get("scale")
+    if isinstance(scale, bool) or (isinstance(scale, float) and not math.isfinite(scale)):
+        raise ValueError(f"scale is {scale!r}; expected a finite number.")
 
 
 def _check_sizes(block_size: int, topk: int) -> None:

@@ -120,10 +120,23 @@ def test_right_arguments_pass(op):
 
 
 @pytest.mark.parametrize("name", ["block_size", "topk"])
-@pytest.mark.parametrize("value", [2.5, "4", None])
+@pytest.mark.parametrize("value", [2.5, 4.0, True, "4", None])
 def test_sizes_that_are_no_whole_numbers_are_refused(name, value):
-    with pytest.raises((ValueError, RuntimeError), match=name):
+    with pytest.raises(ValueError, match=name):
         moba(**{name: value})
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), True])
+@pytest.mark.parametrize("op", [moba, msa, blocks])
+def test_scales_that_are_not_finite_are_refused(op, value):
+    with pytest.raises(ValueError, match=r"scale is .*; expected a finite number"):
+        op(scale=value)
+
+
+@pytest.mark.parametrize("value", [None, 0.0, -0.5, 1])
+def test_finite_scales_are_accepted(value):
+    out, _ = moba(scale=value)
+    assert out.isfinite().all()
 
 
 def test_packing_excludes_pages_and_means():
