@@ -118,7 +118,7 @@ def cumsum(ev: Evaluator, node: Node, index: Index) -> Value:
     constant = isinstance(element, sympy.Expr) and not (symbol.is_Symbol and element.has(symbol))
     if not constant:
         raise Unreadable("a running sum of values that differ")
-    return sympy.expand(element * (index[axis] + 1))
+    return ev.values.cast(sympy.expand(element * (index[axis] + 1)), dtype_of(node))
 
 
 def diff(ev: Evaluator, node: Node, index: Index) -> Value:

@@ -29,7 +29,7 @@ Rule = Callable[[Evaluator, Node, Index], Value]
 
 def _arange(ev: Evaluator, node: Node, index: Index) -> Value:
     start, step = expression(argument(node, "start", 0)), expression(argument(node, "step", 1))
-    return sympy.expand(start + step * index[0])
+    return ev.values.cast(sympy.expand(start + step * index[0]), dtype_of(node))
 
 
 def _filled(value: Any) -> Rule:

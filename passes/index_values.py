@@ -13,15 +13,24 @@ from typing import Any
 
 import sympy
 import torch
+from sympy.core.function import AppliedUndef
 from sympy.logic.boolalg import Boolean
 
-from sparsify.passes.index_space import IndexSpace
+from sparsify.passes.index_space import IndexSpace, extent
 
 __all__ = ["Cases", "Unreadable", "Values", "is_truth"]
 
 Expr = Any
 Value = Any
 MAX_CASES = 48
+# Largest count that a narrow dtype holds exactly. Wider ones hold every length of a sequence.
+_EXACT_UP_TO = {
+    torch.bfloat16: 2**8,
+    torch.float16: 2**11,
+    torch.int8: 127,
+    torch.uint8: 255,
+    torch.int16: 32767,
+}
 _SWAPPED = {"lt": "gt", "le": "ge"}
 _PYTHON = {
     "ge": operator.ge,
@@ -116,7 +125,7 @@ class Values:
             return self.truth(value)
         if is_truth(value):
             return self.number(value)
-        return self.apply(lambda number: _cast(number, dtype), value)
+        return self.apply(lambda number: self._cast(number, dtype), value)
 
     def _items(self, value: Value) -> tuple[tuple[Any, Expr], ...]:
         return value.items if isinstance(value, Cases) else ((sympy.true, value),)
@@ -179,15 +188,38 @@ class Values:
             return self._equal(difference)
         return sympy.Ge(difference, 0)
 
-
-def _cast(number: Expr, dtype: torch.dtype) -> Expr:
-    if not number.is_number:
-        if number.is_integer or dtype.is_floating_point:
-            return number
-        raise Unreadable("a number rounded to an integer")
-    if dtype.is_floating_point:
-        rounded = torch.tensor(float(number), dtype=torch.float64).to(dtype).item()
-        if rounded in (float("inf"), float("-inf")):
-            return sympy.oo if rounded > 0 else -sympy.oo
+    def _cast(self, number: Expr, dtype: torch.dtype) -> Expr:
+        if number.is_number:
+            return _constant(number, dtype)
+        if not (number.is_integer or dtype.is_floating_point):
+            raise Unreadable("a number rounded to an integer")
+        if dtype in _EXACT_UP_TO and not self._within(number, _EXACT_UP_TO[dtype]):
+            raise Unreadable(f"positions that {dtype} cannot tell apart")
         return number
-    return sympy.Integer(int(number))
+
+    def _within(self, number: Expr, limit: int) -> bool:
+        """Whether an expression over positions stays within +-limit at every captured size.
+
+        Values of data stand for themselves: rounding them does not move a position.
+        """
+        data = {call: sympy.Integer(0) for call in number.atoms(AppliedUndef)}
+        positions = number.xreplace(data)
+        if positions.is_number:
+            return abs(positions) <= limit
+        low, high = self.space.lower(positions), self.space.upper(positions)
+        if low is None or high is None:
+            return False
+        least, most = extent(low, self.space.ranges)[0], extent(high, self.space.ranges)[1]
+        return least is not None and most is not None and -limit <= least and most <= limit
+
+
+def _constant(number: Expr, dtype: torch.dtype) -> Expr:
+    """A constant as torch rounds it."""
+    if not dtype.is_floating_point:
+        return sympy.Integer(int(number))
+    rounded = torch.tensor(float(number), dtype=torch.float64).to(dtype).item()
+    if rounded in (float("inf"), float("-inf")):
+        return sympy.oo if rounded > 0 else -sympy.oo
+    if dtype in _EXACT_UP_TO:
+        return sympy.nsimplify(rounded, rational=True)
+    return number

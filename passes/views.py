@@ -244,11 +244,15 @@ def _getitem(node: Node, index: Index, space: IndexSpace) -> Step | None:
 def _repeat(node: Node, index: Index, space: IndexSpace) -> Step:
     source = _source(node)
     shape = shape_of(source)
-    kept = index[len(index) - len(shape) :]
-    return source, tuple(
-        space.divmod(entry, size)[1] if size != 1 else sympy.Integer(0)
-        for entry, size in zip(kept, shape, strict=True)
-    )
+    skipped = len(index) - len(shape)
+    axes = zip(index[skipped:], shape, shape_of(node)[skipped:], strict=True)
+    return source, tuple(_tiled(space, entry, size, tiled) for entry, size, tiled in axes)
+
+
+def _tiled(space: IndexSpace, entry: Expr, size: Expr, tiled: Expr) -> Expr:
+    if size == 1:
+        return sympy.Integer(0)
+    return entry if size == tiled else space.divmod(entry, size)[1]
 
 
 def _repeat_interleave(node: Node, index: Index, space: IndexSpace) -> Step | None:

@@ -18,6 +18,11 @@ def ar(n):
     return T.arange(n)
 
 
+def packed(place):
+    """Document numbers as transformers counts them from positions."""
+    return (T.diff(place, prepend=place[:, :1] - 1, dim=-1) != 1).cumsum(-1)
+
+
 # functions of n, written the ways people write masks
 OF_LENGTH = {
     "tril": lambda n: ones(n).tril(),
@@ -53,6 +58,7 @@ OF_LENGTH = {
     "packed_default": lambda n: (
         T.diff(ar(n)[None], prepend=ar(n)[None, :1] - 1, dim=-1) != 1
     ).cumsum(-1),
+    "packed_repeated": lambda n: packed(ar(n)[None].repeat(2, 1)),
     "select_scatter": lambda n: T.select_scatter(ones(n).tril(), T.ones(n, dtype=T.bool), 1, 0),
     "slice_scatter": lambda n: T.slice_scatter(ones(n).tril(), T.ones(n, 2, dtype=T.bool), 1, 1, 3),
     "indexed": lambda n: ones(n).tril()[ar(n)[:, None], ar(n)[None]],
