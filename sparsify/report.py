@@ -13,6 +13,7 @@ from sparsify.errors import ArtefactError
 from sparsify.ir import site_key, site_name
 
 __all__ = [
+    "CHECK_NAMES",
     "REPORT_SCHEMA",
     "CheckResult",
     "PairCount",
@@ -22,6 +23,7 @@ __all__ = [
 ]
 
 REPORT_SCHEMA = 1
+CHECK_NAMES = ("V1", "V2", "V3", "V5", "V6", "V7")
 
 _T = TypeVar("_T")
 

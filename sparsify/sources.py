@@ -311,8 +311,8 @@ def _check_safetensors(path: Path) -> None:
 
 def _from_pretrained(cls: Any, folder: Path, shown: str, **options: Any) -> Any:
     """Load weights; missing ones are an error, since transformers would make them up."""
-    damaged = ", it may be damaged" if "gguf_file" in options else ""
-    if not damaged:
+    gguf_file = options.get("gguf_file")
+    if gguf_file is None:
         options["use_safetensors"] = True
         _check_safetensors(folder)
     try:
@@ -321,6 +321,7 @@ def _from_pretrained(cls: Any, folder: Path, shown: str, **options: Any) -> Any:
             local_files_only=True,
             trust_remote_code=False,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are named below
             **options,
         )
     except ImportError as error:
@@ -328,11 +329,28 @@ def _from_pretrained(cls: Any, folder: Path, shown: str, **options: Any) -> Any:
             f"{shown} needs more packages: {_first_line(error)}", HF_EXTRA
         ) from None
     except Exception as error:
-        raise UsageError(f"Cannot load {shown}{damaged}: {_first_line(error)}") from error
+        if gguf_file is not None and not _is_gguf(folder / gguf_file):
+            raise UsageError(f"{shown} is damaged: it ends early or holds no GGUF data.") from error
+        raise UsageError(f"Cannot load {shown}: {_first_line(error)}") from error
+    for name, held, wanted in sorted(info.get("mismatched_keys", ())):
+        raise UsageError(
+            f"Cannot load {shown}: its weight {name} has shape {list(held)}, "
+            f"its config asks for {list(wanted)}."
+        )
     missing = sorted(info.get("missing_keys", ()))
     if missing:
         raise UsageError(f"{shown} lacks {len(missing)} weights, such as {missing[0]}.")
     return model.eval()
+
+
+def _is_gguf(path: Path) -> bool:
+    import gguf
+
+    try:
+        gguf.GGUFReader(path)
+    except Exception:
+        return False
+    return True
 
 
 def _tokenizer(transformers: Any, folder: Path, want: _Wanted, **options: Any) -> Any:

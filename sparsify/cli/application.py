@@ -70,7 +70,7 @@ def execute(arguments: Sequence[str]) -> int:
         if type(error).__name__ == "NoArgsIsHelpError":
             print(error.format_message())
             return USAGE
-        return _fail(error.format_message(), USAGE)
+        return _fail(error.format_message().replace(": Value error, ", ": "), USAGE)
     except BrokenPipeError:
         streams.forget_stdout()
         return 128 + 13  # as a process that SIGPIPE ended

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from sparsify.cli import render, streams
-from sparsify.cli.options import DType, Dtype, Json, Model, check_settings, parse_size
+from sparsify.cli.options import DType, Dtype, Json, Model, check_given, check_settings, parse_size
 from sparsify.errors import NothingToDoError, UsageError
 from sparsify.ir import AttentionSite, Refusal, site_key, site_name
 
@@ -36,6 +36,7 @@ def inspect(
     dtype: Dtype = DType.AUTO,
 ) -> int:
     """Find all attention of MODEL and say what can be replaced. Changes nothing."""
+    check_given(MODEL=model)
     check_settings()
     seq_len = None if seq is None else parse_size(seq, "--seq")
     with streams.progress(stages=3) as say:

@@ -17,6 +17,7 @@ __all__ = [
     "Dtype",
     "Json",
     "Model",
+    "check_given",
     "is_within",
     "parse_size",
     "parse_sizes",
@@ -57,6 +58,17 @@ def check_settings() -> None:
     """
     for read in (settings.impl, settings.disabled, settings.strict):
         read()
+
+
+def check_given(**values: str | None) -> None:
+    """Refuse empty texts, such as an unset variable of the shell gives; None is no value at all.
+
+    Raises:
+        UsageError: one is empty.
+    """
+    for name, value in values.items():
+        if value is not None and not value.strip():
+            raise UsageError(f"The value of {name} is empty.")
 
 
 def parse_whole(text: str, what: str) -> int:

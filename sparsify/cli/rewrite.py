@@ -15,6 +15,7 @@ from sparsify.cli.options import (
     Dtype,
     Json,
     Model,
+    check_given,
     check_settings,
     is_within,
     parse_size,
@@ -68,7 +69,7 @@ class _Short:
 def rewrite(
     model: Model,
     output: Annotated[
-        Path | None,
+        str | None,
         typer.Option("--output", "-o", metavar="DIR", help="Folder to write.", show_default=False),
     ] = None,
     policy: Annotated[
@@ -109,21 +110,21 @@ def rewrite(
 
     Exactly one of --policy, --plan and --method (with --block-size and --topk) says how.
     """
+    check_given(MODEL=model, **{"-o": output, "--policy": policy})
     check_settings()
     short = _Short(method, block_size, topk, dense_last, decode, indexer)
     wanted = _wanted(policy, plan, short)
-    if not dry_run:
-        output = _check_output(output, model, force)
+    target = None if dry_run else _check_output(output, model, force)
     with streams.progress(stages=6) as say:
         from sparsify.sources import load_model
 
         loaded = load_model(model, dtype=dtype.value, with_tokenizer=not dry_run, progress=say)
-        done = _work(loaded, wanted, None if dry_run else output, force, say)
+        done = _work(loaded, wanted, target, force, say)
     streams.show_json(done.to_json()) if json else streams.show(*render.report(done))
     if dry_run and not done.counts["rewritten"]:
         raise NothingToDoError(f"Nothing would be rewritten in {done.model}.")
     if not json:
-        streams.show("dry run: nothing was written" if dry_run else f"written to {output}")
+        streams.show("dry run: nothing was written" if dry_run else f"written to {target}")
     return 0
 
 
@@ -173,9 +174,10 @@ def _short_policy(short: _Short) -> Policy:
     return Policy.from_json({"method": method, "dense_last": dense_last})
 
 
-def _check_output(output: Path | None, model: str, force: bool) -> Path:
-    if output is None:
+def _check_output(given: str | None, model: str, force: bool) -> Path:
+    if given is None:
         raise UsageError("Where to write is missing.", "Give -o DIR, or --dry-run.")
+    output = Path(given)
     check_target(output, force=force)
     source = Path(model)
     if source.exists() and is_within(source, output):

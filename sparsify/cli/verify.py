@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from sparsify.cli import render, streams
-from sparsify.cli.options import Json, check_settings, parse_sizes
+from sparsify.cli.options import Json, check_given, check_settings, parse_sizes
 from sparsify.documents import read_text
 from sparsify.errors import UsageError, VerificationError
 from sparsify.files import check_target, output_file
+from sparsify.report import CHECK_NAMES
 
 if TYPE_CHECKING:
     from sparsify.report import VerificationReport
@@ -55,9 +56,10 @@ def verify(
     json: Json = False,
 ) -> int:
     """Check the rewritten model in DIR against its original."""
+    check_given(**{"--against": against, "--checks": checks})
     check_settings()
     lengths = None if seq is None else parse_sizes(seq, "--seq")
-    names = None if checks is None else [c.strip().upper() for c in checks.split(",") if c.strip()]
+    names = None if checks is None else _check_names(checks)
     samples = None if prompts is None else read_prompts(prompts)
     if dump_selection is not None:
         if names is not None and "V6" not in names:
@@ -80,6 +82,16 @@ def verify(
         failed = ", ".join(check.check for check in found.failed) or "no check ran"
         raise VerificationError(f"{directory} failed verification: {failed}.")
     return 0
+
+
+def _check_names(text: str) -> list[str]:
+    names = [name.strip().upper() for name in text.split(",") if name.strip()]
+    if not names:
+        raise UsageError(f"--checks is {text!r}; known are {', '.join(CHECK_NAMES)}.")
+    for name in names:
+        if name not in CHECK_NAMES:
+            raise UsageError(f"Unknown check {name}; known are {', '.join(CHECK_NAMES)}.")
+    return names
 
 
 def _verify(directory: Path, against: str, say: Any, **options: Any) -> VerificationReport:

@@ -50,6 +50,18 @@ def test_the_verbs_are_these(cli):
         (["inspect", "a", "--jsn"], "No such option"),
         (["inspect", "none/here/at/all"], "There is no file or folder"),
         (["policy", "nothing"], "No such command"),
+        (["inspect", "m", "--dtype", "int8"], "'--dtype': 'int8' is not one of 'auto'"),
+        (["inspect", ""], "The value of MODEL is empty"),
+        (["rewrite", "", "-o", "o"], "The value of MODEL is empty"),
+        (["rewrite", "m", "-o", ""], "The value of -o is empty"),
+        (["verify", "m", "--against", ""], "The value of --against is empty"),
+        (["verify", "m", "--against", "m", "--checks", " "], "The value of --checks is empty"),
+        (
+            ["verify", "m", "--against", "m", "--checks", "V1,V4"],
+            "Unknown check V4; known",
+        ),
+        (["verify", "m", "--against", "m", "--checks", ","], "--checks is ','; known are V1"),
+        (["verify", "m", "--against", "m", "--checks", "v1,v7"], "There is no folder m"),
     ],
 )
 def test_usage_errors_are_one_line(cli, words, part):

@@ -75,3 +75,10 @@ GOOD = SparsifyReport("m", (SiteReport("m", 0, "refused", "dense", "r"),)).to_js
 def test_wrong_documents(data, message):
     with pytest.raises(ArtefactError, match=message):
         SparsifyReport.from_json(data)
+
+
+def test_the_names_of_the_checks_are_those_that_can_be_run():
+    from sparsify.checks import CHECKS
+    from sparsify.report import CHECK_NAMES
+
+    assert tuple(CHECKS) == CHECK_NAMES
