@@ -27,6 +27,8 @@ def written(node: Node) -> Node | None:
     target = node.target
     if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload):
         return None
+    if target is torch.ops.aten.detach_.default:  # changes what autograd knows, not the numbers
+        return None
     for position, entry in enumerate(target._schema.arguments):
         if entry.alias_info is not None and entry.alias_info.is_write:
             value = node.args[position] if position < len(node.args) else None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -113,7 +114,8 @@ def capture(
     with _quiet_inference(model):
         for attempt in attempts(tuple(args), named, dynamic):
             try:
-                program, inputs = _export(model, attempt)
+                with _silence():
+                    program, inputs = _export(model, attempt)
             except Exception as error:  # torch.export raises whatever the model's code raises
                 tried.append((attempt, error))
                 continue
@@ -143,7 +145,7 @@ def _quiet_inference(model: torch.nn.Module) -> Iterator[None]:
     flags = [(module, module.training) for module in model.modules()]
     try:
         model.eval()
-        with torch.no_grad(), _silence():
+        with torch.no_grad():
             yield
     finally:
         for module, training in flags:
@@ -153,7 +155,8 @@ def _quiet_inference(model: torch.nn.Module) -> Iterator[None]:
 @contextlib.contextmanager
 def _silence() -> Iterator[None]:
     """torch.export warns, logs and prints graphs when a way of capturing fails; the notes and the
-    error say it once."""
+    error say it once. What the model itself prints comes through when the capture succeeds."""
+    out, err = io.StringIO(), io.StringIO()
     loggers = [logging.getLogger(name) for name in LOGGERS]
     levels = [logger.level for logger in loggers]
     try:
@@ -161,11 +164,13 @@ def _silence() -> Iterator[None]:
             logger.setLevel(logging.CRITICAL)
         with (
             warnings.catch_warnings(),
-            contextlib.redirect_stdout(io.StringIO()),
-            contextlib.redirect_stderr(io.StringIO()),
+            contextlib.redirect_stdout(out),
+            contextlib.redirect_stderr(err),
         ):
             warnings.simplefilter("ignore")
             yield
+        sys.stdout.write(out.getvalue())
+        sys.stderr.write(err.getvalue())
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)

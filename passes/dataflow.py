@@ -7,7 +7,7 @@ mixes positions on the way, or cannot be read, is refused by name.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,7 +64,7 @@ def prove_stream(frame: Frame, context: Context) -> Stream:
         raise _not_self(f"k stands at {offsets['k']}, v at {offsets['v']} of the stream")
     cached = any(walk.cache for walk in walks.values())
     return Stream(
-        StreamProof(hidden.name, cached, _assumed(walks.values())),
+        StreamProof(hidden.name, cached, _assumed(list(walks.values()))),
         sympy.expand(offsets["q"] - offsets["k"]),
     )
 
@@ -83,6 +83,7 @@ class _Walk:
         self.parts = [part for part in self.reader.parts if part.entry == self.position]
         self.cache: list[Node] = []
         self.beside: list[Node] = []
+        self.numbers: list[Node] = []
 
     def check_readable(self, flow: Dataflow) -> None:
         """Refuse what was not read, and inputs that reach k or v past the hidden state."""
@@ -103,10 +104,13 @@ class _Walk:
         if self._is_cache(read):
             self.cache.append(read.node)
             return
-        own = self.position in read.index
-        if dtype_of(read.node).is_floating_point and own:
+        if not dtype_of(read.node).is_floating_point:
+            if self._elsewhere(read):
+                raise _not_self(f"{self.name} also reads the model input {read.node.name}")
+            self.numbers.append(read.node)
+        elif self.position in read.index:
             self.beside.append(read.node)
-        elif dtype_of(read.node).is_floating_point or self._elsewhere(read):
+        else:
             raise _not_self(f"{self.name} also reads the model input {read.node.name}")
 
     def _elsewhere(self, read: Read) -> bool:
@@ -232,9 +236,15 @@ def _is_rearranged(entry: Expr, symbol: Expr, walk: _Walk) -> bool:
     return bool(symbol.is_Symbol and entry.has(symbol) and not entry.free_symbols & others)
 
 
-def _assumed(walks: Iterable[_Walk]) -> tuple[str, ...]:
-    names = sorted({node.name for walk in walks for node in walk.beside})
-    return tuple(f"{name} holds one row for every token of the stream" for name in names)
+def _assumed(walks: Sequence[_Walk]) -> tuple[str, ...]:
+    def names(pick: Callable[[_Walk], list[Node]]) -> list[str]:
+        return sorted({node.name for walk in walks for node in pick(walk)})
+
+    return (
+        *(f"{n} holds one row for every token of the stream" for n in names(lambda w: w.beside)),
+        *(f"{n} holds positions or padding of the stream" for n in names(lambda w: w.numbers)),
+        *(f"{n} holds the stream's earlier tokens" for n in names(lambda w: w.cache)),
+    )
 
 
 def _check_axes(frame: Frame, hidden: Node, axis: int | None, walks: dict[str, _Walk]) -> None:

@@ -205,7 +205,7 @@ class Values:
         data = {call: sympy.Integer(0) for call in number.atoms(AppliedUndef)}
         positions = number.xreplace(data)
         if positions.is_number:
-            return abs(positions) <= limit
+            return bool(abs(positions) <= limit)
         low, high = self.space.lower(positions), self.space.upper(positions)
         if low is None or high is None:
             return False

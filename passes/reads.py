@@ -42,7 +42,7 @@ Step = tuple[Node, Index]
 ATTENTION = "aten.scaled_dot_product_attention"
 POINTWISE = aten(
     "where __and__ __or__ __xor__ hardswish square relu6 selu clip true_divide subtract "
-    "multiply divide negative greater less not_equal batch_norm rrelu isnan"
+    "multiply divide negative greater less not_equal rrelu isnan"
 )
 SOFTMAXES = aten("softmax log_softmax _softmax _log_softmax _safe_softmax")
 REDUCTIONS = aten(
@@ -359,6 +359,8 @@ def _axis(dim: int, rank: int) -> int:
 def is_pointwise(node: Node) -> bool:
     """Whether every element of the output depends on the same element of the inputs only."""
     name = op_name(node)
+    if name == "aten.batch_norm":  # with statistics of its own input it mixes all positions
+        return argument(node, "training") is False
     if name in POINTWISE:
         return True
     target = node.target
