@@ -1,4 +1,4 @@
-"""The handed attention cases: small models with the right verdict, in tests/cases/INDEX.json."""
+"""The attention cases: small models with the right verdict, in tests/cases/INDEX.json."""
 
 import importlib.util
 import json

@@ -1,4 +1,4 @@
-"""Every handed case: captured, judged, and its proved facts recomputed by numbers.
+"""Every case: captured, judged, and its proved facts recomputed by numbers.
 
 A case whose attention is fused must be found with the right facts, or refused with the right code.
 Attention written as separate matmul and softmax is found and refused for now. Nothing may be called

@@ -1,0 +1,43 @@
+"""The labels of the cases, checked by numbers: a wrong label would make a wrong verdict pass."""
+
+import pytest
+import torch
+
+from tests._util.cases import build, index, main_out
+
+NAMES = sorted(index())
+
+
+def difference(got, wanted, expect):
+    a, b = got.double(), wanted.double()
+    if "real" in expect:
+        a, b = a[expect["real"]], b[expect["real"]]
+    if "rows_finite" in expect:
+        rows = slice(0, expect["rows_finite"])
+        a, b = a[..., rows, :], b[..., rows, :]
+    if not (torch.isfinite(a).all() and torch.isfinite(b).all()):
+        return float("nan")
+    return float((a - b).abs().max() / b.abs().max().clamp_min(1e-6))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_model_is_what_its_label_says(name):
+    case = build(name)
+    expect = case["expect"]
+    with torch.no_grad():
+        got = main_out(case["model"](*case["args"], **case["kwargs"]), expect)
+    tolerance = expect.get("tol", 2e-5)
+    if case["ref"] and not expect.get("model_itself_leaks"):
+        assert difference(got, case["ref"](), expect) <= tolerance
+    if case["naive"] is None or expect.get("differs") is None:
+        return
+    naive = difference(got, case["naive"](), expect)
+    if expect["differs"]:
+        assert naive > 1e-3, "taken for plain causal attention it would not differ"
+    else:
+        assert naive <= tolerance
+
+
+def test_most_labels_have_a_reference():
+    with_reference = [name for name in NAMES if build(name)["ref"]]
+    assert len(with_reference) > len(NAMES) // 2
