@@ -11,7 +11,6 @@ import json
 import logging
 import os
 import re
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from sparsify.errors import CaptureError, MissingExtraError, SparsifyError, UsageError
+from sparsify.factories import call_factory, first_line, looks_like_factory
 
 if TYPE_CHECKING:
     import torch
@@ -88,7 +88,7 @@ def load_model(
         return _load_folder(path, path.resolve().name or str(path), want)
     if path.exists():
         return _load_file(path, want)
-    if _looks_like_factory(spec):
+    if looks_like_factory(spec):
         return _load_factory(spec, want)
     return _load_cached(spec, want)
 
@@ -116,7 +116,7 @@ def _load_rewritten(path: Path, name: str, want: _Wanted) -> LoadedModel:
         except SparsifyError:
             raise
         except Exception as error:
-            raise UsageError(f"Cannot load {path}: {_first_line(error)}") from error
+            raise UsageError(f"Cannot load {path}: {first_line(error)}") from error
         return LoadedModel(model, _tokenizer(transformers, path, want), name, "sparsified")
 
 
@@ -191,63 +191,14 @@ def _load_cached(spec: str, want: _Wanted) -> LoadedModel:
         raise UsageError(f"The cached {spec} cannot be used: {error.message}", download) from None
 
 
-def _looks_like_factory(spec: str) -> bool:
-    return re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*", spec) is not None
-
-
 def _load_factory(spec: str, want: _Wanted) -> LoadedModel:
     import torch
 
     want.say(f"calling {spec}")
-    factory = _find_factory(spec)
-    made = factory
-    if not isinstance(factory, torch.nn.Module):
-        if not callable(factory):
-            raise UsageError(f"{spec} is a {type(factory).__name__}; expected a function.")
-        try:
-            made = factory()
-        except (Exception, SystemExit) as error:
-            raise UsageError(f"{spec} raised {_named(error)}.") from error
-    model, args, kwargs = _with_inputs(made)
-    if not isinstance(model, torch.nn.Module):
-        raise UsageError(f"{spec} returned {type(model).__name__}; expected a torch.nn.Module.")
+    model, args, kwargs = call_factory(spec)
     if want.dtype != "auto":
         model = model.to(getattr(torch, want.dtype))
     return LoadedModel(model.eval(), None, spec, "python", args, kwargs)
-
-
-def _with_inputs(made: Any) -> tuple[Any, tuple[Any, ...] | None, dict[str, Any] | None]:
-    """A factory returns a module; (module, args), (module, args, kwargs) or a dict of these names
-    bring example inputs along."""
-    if isinstance(made, dict) and "model" in made:
-        made = (made["model"], made.get("args", ()), made.get("kwargs") or {})
-    if not isinstance(made, tuple) or not 2 <= len(made) <= 3:
-        return made, None, None
-    model, args, kwargs = (*made, {})[:3]
-    if not isinstance(args, tuple | list) or not isinstance(kwargs, dict):
-        return made, None, None
-    return model, tuple(args), kwargs
-
-
-def _find_factory(spec: str) -> Any:
-    module_name, _, attributes = spec.partition(":")
-    if os.getcwd() not in sys.path:  # as `python -m` has it
-        sys.path.insert(0, os.getcwd())
-    try:
-        found = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name and f"{module_name}.".startswith(f"{error.name}."):
-            raise UsageError(
-                f"There is no Python module {error.name}.", "Check PYTHONPATH."
-            ) from None
-        raise UsageError(f"Importing {module_name} raised {_named(error)}.") from error
-    except (Exception, SystemExit) as error:
-        raise UsageError(f"Importing {module_name} raised {_named(error)}.") from error
-    for attribute in attributes.split("."):
-        if not hasattr(found, attribute):
-            raise UsageError(f"The module {module_name} has no {attributes}.")
-        found = getattr(found, attribute)
-    return found
 
 
 def _read_config(path: Path) -> dict[str, Any]:
@@ -291,7 +242,7 @@ def _model_class(transformers: Any, path: Path, config: dict[str, Any]) -> Any:
     try:
         kind = type(transformers.AutoConfig.from_pretrained(path, local_files_only=True))
     except Exception as error:
-        raise UsageError(f"Cannot read the config of {path}: {_first_line(error)}") from error
+        raise UsageError(f"Cannot read the config of {path}: {first_line(error)}") from error
     names = config.get("architectures") or [""]
     cls = getattr(transformers, str(names[0]), None) if isinstance(names, list) else None
     fits = getattr(cls, "config_class", None) is kind and hasattr(cls, "from_pretrained")
@@ -306,7 +257,7 @@ def _check_safetensors(path: Path) -> None:
             with safetensors.safe_open(file, framework="pt"):
                 pass
         except Exception as error:
-            raise UsageError(f"{file} is damaged: {_first_line(error)}.") from None
+            raise UsageError(f"{file} is damaged: {first_line(error)}.") from None
 
 
 def _from_pretrained(cls: Any, folder: Path, shown: str, **options: Any) -> Any:
@@ -326,12 +277,12 @@ def _from_pretrained(cls: Any, folder: Path, shown: str, **options: Any) -> Any:
         )
     except ImportError as error:
         raise MissingExtraError(
-            f"{shown} needs more packages: {_first_line(error)}", HF_EXTRA
+            f"{shown} needs more packages: {first_line(error)}", HF_EXTRA
         ) from None
     except Exception as error:
         if gguf_file is not None and not _is_gguf(folder / gguf_file):
             raise UsageError(f"{shown} is damaged: it ends early or holds no GGUF data.") from error
-        raise UsageError(f"Cannot load {shown}: {_first_line(error)}") from error
+        raise UsageError(f"Cannot load {shown}: {first_line(error)}") from error
     for name, held, wanted in sorted(info.get("mismatched_keys", ())):
         raise UsageError(
             f"Cannot load {shown}: its weight {name} has shape {list(held)}, "
@@ -371,7 +322,7 @@ def _tokenizer(transformers: Any, folder: Path, want: _Wanted, **options: Any) -
             folder, local_files_only=True, trust_remote_code=False, **options
         )
     except Exception as error:
-        said = f"The tokenizer of {folder} cannot be read: {_first_line(error)}"
+        said = f"The tokenizer of {folder} cannot be read: {first_line(error)}"
         if not options:
             raise UsageError(said) from error
         # transformers converts some kinds of GGUF tokenizers only; the model is usable without.
@@ -399,14 +350,3 @@ def _transformers(*more: str) -> Iterator[Any]:
     finally:
         if bars:
             logging.enable_progress_bar()
-
-
-def _named(error: BaseException) -> str:
-    text = _first_line(error)
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
-
-
-def _first_line(error: BaseException) -> str:
-    """What an exception says, on one line of bearable length."""
-    text = " ".join(str(error).split())
-    return text if len(text) <= 300 else text[:297] + "..."
