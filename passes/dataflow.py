@@ -59,7 +59,7 @@ def prove_stream(frame: Frame, context: Context) -> Stream:
     _check_axes(frame, hidden, axis, walks)
     offsets = {name: walk.offset(axis) for name, walk in walks.items()}
     # as many values as keys, or the model could not run: so both are counted from the end
-    surplus = shape_of(frame.call.k)[-2] - shape_of(frame.call.v)[-2]
+    surplus = frame.call.k.shape[-2] - frame.call.v.shape[-2]
     if sympy.expand(offsets["k"] - offsets["v"] + surplus) != 0:
         raise _not_self(f"k stands at {offsets['k']}, v at {offsets['v']} of the stream")
     cached = any(walk.cache for walk in walks.values())
@@ -75,10 +75,10 @@ class _Walk:
     def __init__(self, frame: Frame, name: str, hidden: Node, context: Context) -> None:
         self.frame, self.name, self.hidden = frame, name, hidden
         self.reader = context.reader(frame.space)
-        node = getattr(frame.call, name)
-        index = frame.q_index() if name == "q" else frame.kv_index(node, f"{name}_feature")
+        operand = getattr(frame.call, name)
+        index = frame.q_index() if name == "q" else frame.kv_index(operand, f"{name}_feature")
         self.position = frame.i if name == "q" else frame.j
-        self.reads = self.reader.leaves(node, index)
+        self.reads = self.reader.leaves(operand.node, index)
         self.stream = [read.index for read in self.reads if read.node is hidden and not read.guard]
         self.parts = [part for part in self.reader.parts if part.entry == self.position]
         self.cache: list[Node] = []

@@ -26,7 +26,7 @@ from sparsify.passes.graphs import number, source_of
 from sparsify.passes.heads import framed, head_layout
 from sparsify.passes.mask_proof import prove_mask
 from sparsify.passes.matchers import sdpa
-from sparsify.passes.matchers.sdpa import SdpaCall
+from sparsify.passes.matchers.call import AttentionCall
 from sparsify.passes.normalize import normalize
 from sparsify.passes.phase import phase_of
 from sparsify.passes.refused import Refused
@@ -118,7 +118,7 @@ class _Prover:
         return AttentionSite(
             fqn=fqn,
             ordinal=ordinal,
-            pattern="sdpa",
+            pattern=call.pattern,
             heads=heads,
             scale=scale,
             mask=mask,
@@ -129,8 +129,8 @@ class _Prover:
             source=source_of(node),
         )
 
-    def _context(self, call: SdpaCall) -> Context:
-        hidden = self.flow.common_source([call.q, call.k, call.v])
+    def _context(self, call: AttentionCall) -> Context:
+        hidden = self.flow.common_source([operand.node for operand in call.operands])
         return Context(self.captured, self.flow, hidden, frozenset(self.causal), self.frozen)
 
     def _mask_and_stream(self, frame: Frame, context: Context) -> tuple[MaskProof, Stream]:
@@ -170,7 +170,7 @@ def _outcome(prove: Callable[[], Any]) -> Any:
         return reason
 
 
-def _check_call(call: SdpaCall) -> None:
+def _check_call(call: AttentionCall) -> None:
     """What stands in the call itself: dropout, flags, dtypes."""
     if call.dropout_p != 0.0:
         raise Refused(
@@ -188,7 +188,7 @@ def _check_call(call: SdpaCall) -> None:
         )
 
 
-def _scale(call: SdpaCall) -> float:
+def _scale(call: AttentionCall) -> float:
     if call.scale is None:
         head_dim = number(call.head_dim)
         if head_dim is None:

@@ -105,6 +105,5 @@ def _data_of(node: Node) -> list[Node]:
     if is_shape_only(node):
         return []
     if sdpa.is_anchor(node):
-        call = sdpa.read_call(node)
-        return [call.q, call.k, call.v]
+        return [operand.node for operand in sdpa.read_call(node).operands]
     return [source for source in node.all_input_nodes if holds_data(source)]

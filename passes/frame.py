@@ -13,7 +13,7 @@ from torch.fx import Node
 
 from sparsify.passes.graphs import shape_of
 from sparsify.passes.index_space import IndexSpace, Ranges
-from sparsify.passes.matchers.sdpa import SdpaCall
+from sparsify.passes.matchers.call import AttentionCall, Operand
 from sparsify.passes.views import broadcast_index
 
 __all__ = ["Frame", "make_frame"]
@@ -31,7 +31,7 @@ class Frame:
     are assumed to be equally many.
     """
 
-    call: SdpaCall
+    call: AttentionCall
     space: IndexSpace
     b: Expr
     h: Expr
@@ -57,32 +57,35 @@ class Frame:
         return sympy.expand(self.kv_len - self.q_len)
 
     def q_index(self) -> Index:
-        """Element of q: its feature is the symbol of its own axis."""
-        return (*self.lead, self.i, self._feature("q_feature", self.call.q))
+        """Element of q in its own layout: its feature is the symbol of its own axis."""
+        q = self.call.q
+        return q.at((*self.lead, self.i, self._feature("q_feature", q)))
 
-    def kv_index(self, node: Node, feature: str) -> Index:
-        """Element of k or v at key j, with grouped or broadcast heads resolved."""
-        shape, q_shape = shape_of(node), shape_of(self.call.q)
+    def kv_index(self, operand: Operand, feature: str) -> Index:
+        """Element of k or v at key j in its own layout, with grouped or broadcast heads
+        resolved."""
+        shape, q_shape = operand.shape, self.call.q.shape
         lead = self.lead
         if len(lead) > 1 and self.call.enable_gqa and shape[-3] != q_shape[-3]:
             group = q_shape[-3] / shape[-3]
             lead = (*lead[:-1], self.space.divmod(lead[-1], group)[0])
-        return broadcast_index((*lead, self.j, self._feature(feature, node)), shape)
+        index = (*lead, self.j, self._feature(feature, operand))
+        return operand.at(broadcast_index(index, shape))
 
     def mask_index(self, node: Node) -> Index:
         """Element of the mask for query i and key j."""
         return broadcast_index((*self.lead, self.i, self.j), shape_of(node))
 
-    def _feature(self, name: str, node: Node) -> Expr:
-        return self.space.index(name, shape_of(node)[-1])
+    def _feature(self, name: str, operand: Operand) -> Expr:
+        return self.space.index(name, operand.shape[-1])
 
 
-def make_frame(call: SdpaCall, ranges: Ranges, heads: int | None = None) -> Frame:
+def make_frame(call: AttentionCall, ranges: Ranges, heads: int | None = None) -> Frame:
     """Indices of a site. For q of rank 3, `heads` says how many heads its first axis holds;
     `ranges` are the captured limits of the sizes."""
     space = IndexSpace(ranges)
-    shape = shape_of(call.q)
-    i, j = space.index("i", shape[-2]), space.index("j", shape_of(call.k)[-2])
+    shape = call.q.shape
+    i, j = space.index("i", shape[-2]), space.index("j", call.k.shape[-2])
     if call.rank >= 4:
         b, h = space.index("b", shape[0]), space.index("h", shape[-3])
         return Frame(call, space, b, h, i, j, (b, h), shape[-3])

@@ -15,9 +15,9 @@ import sympy
 from sparsify.ir import HeadLayout
 from sparsify.passes.context import Context
 from sparsify.passes.frame import Frame, make_frame
-from sparsify.passes.graphs import number, shape_of
+from sparsify.passes.graphs import number
 from sparsify.passes.index_space import IndexSpace
-from sparsify.passes.matchers.sdpa import SdpaCall
+from sparsify.passes.matchers.call import AttentionCall
 from sparsify.passes.reads import Read
 from sparsify.passes.refused import Refused
 
@@ -26,7 +26,7 @@ __all__ = ["framed", "head_layout"]
 Expr = Any
 
 
-def framed(call: SdpaCall, context: Context) -> Frame:
+def framed(call: AttentionCall, context: Context) -> Frame:
     """The site's indices, with flattened heads of a rank-3 call taken apart.
 
     Raises:
@@ -36,7 +36,7 @@ def framed(call: SdpaCall, context: Context) -> Frame:
     if call.rank != 3:
         return make_frame(call, context.captured.ranges)
     frame = make_frame(call, context.captured.ranges)
-    reads = context.reader(frame.space).leaves(call.q, frame.q_index())
+    reads = context.reader(frame.space).leaves(call.q.node, frame.q_index())
     heads = _flattened_heads(frame, reads)
     return frame if heads is None else make_frame(call, context.captured.ranges, heads)
 
@@ -58,20 +58,20 @@ def head_layout(frame: Frame, context: Context) -> HeadLayout:
             raise Refused("HEAD_DIM", f"the {what} is not a fixed number", f"{what} = {size}")
     heads = int(frame.heads)
     reader = context.reader(frame.space)
-    reads = reader.leaves(call.k, frame.kv_index(call.k, "k_feature"))
-    reads += reader.leaves(call.v, frame.kv_index(call.v, "v_feature"))
+    reads = reader.leaves(call.k.node, frame.kv_index(call.k, "k_feature"))
+    reads += reader.leaves(call.v.node, frame.kv_index(call.v, "v_feature"))
     group = _group(frame, reads)
     return HeadLayout(heads, heads // group, int(call.head_dim), int(call.value_dim))
 
 
-def _check_ranks(call: SdpaCall) -> None:
-    if shape_of(call.node)[:-2] != shape_of(call.q)[:-2]:
+def _check_ranks(call: AttentionCall) -> None:
+    if call.out.shape[:-2] != call.q.shape[:-2]:
         raise Refused(
             "FORM_UNSUPPORTED",
             "the queries are broadcast over a batch or over heads",
-            f"q has shape {shape_of(call.q)}, the output {shape_of(call.node)}",
+            f"q has shape {call.q.shape}, the output {call.out.shape}",
         )
-    ranks = {len(shape_of(node)) for node in (call.q, call.k, call.v)}
+    ranks = {operand.rank for operand in call.operands}
     if ranks not in ({2}, {3}, {4}):
         raise Refused(
             "FORM_UNSUPPORTED",
@@ -96,7 +96,7 @@ def _flattened_heads(frame: Frame, reads: Iterable[Read]) -> int | None:
     if divisors or inputs:
         return None
     # the axis is used inside feature axes only: it is the heads, and there is no batch
-    return number(shape_of(frame.call.q)[0])
+    return number(frame.call.q.shape[0])
 
 
 def _own_axes(read: Read) -> set[Expr]:

@@ -56,7 +56,7 @@ class NumericCheck:
         """Numbers for all symbols. A padding input of free length gets a column for every key."""
         inputs = self.slice.model_inputs()
         first = [shape_of(node)[0] for node in inputs if shape_of(node)]
-        batch = set().union(*(s.free_symbols for s in (*first, *shape_of(self.frame.call.q)[:-2])))
+        batch = set().union(*(s.free_symbols for s in (*first, *self.frame.call.q.shape[:-2])))
         batch -= self.lengths
         sizes = self.slice.sizes(batch, length)
         for symbol in self.lengths | batch:

@@ -324,15 +324,14 @@ class Reader:
 
     def _attention(self, node: Node, index: Index) -> Iterator[Step]:
         call = sdpa.read_call(node)
-        q_shape, k_shape = shape_of(call.q), shape_of(call.k)
-        rows = (*index[:-1], index[-1])
+        q_shape, k_shape = call.q.shape, call.k.shape
         last = len(q_shape) - 1
-        yield self._whole_axes(call.q, broadcast_index(rows, q_shape), [last], op_name(node))
+        yield self._whole_axes(call.q.node, broadcast_index(index, q_shape), [last], op_name(node))
         lead = self._kv_lead(index[:-2], q_shape, k_shape)
         key = self._key(node, index[-2], k_shape[-2])
         at = broadcast_index((*lead, key, index[-1]), k_shape)
-        yield self._whole_axes(call.k, at, [len(k_shape) - 1], op_name(node))
-        yield call.v, broadcast_index((*lead, key, index[-1]), shape_of(call.v))
+        yield self._whole_axes(call.k.node, at, [len(k_shape) - 1], op_name(node))
+        yield call.v.node, broadcast_index((*lead, key, index[-1]), call.v.shape)
 
     def _key(self, node: Node, row: Expr, size: Expr) -> Expr:
         name = f"key_{node.name}"

@@ -14,7 +14,7 @@ from sparsify.ir import StreamProof
 from sparsify.passes.capture import Captured
 from sparsify.passes.dominators import VIEWS, Dataflow
 from sparsify.passes.graphs import op_name
-from sparsify.passes.matchers.sdpa import SdpaCall
+from sparsify.passes.matchers.call import AttentionCall
 from sparsify.passes.refused import Refused
 
 __all__ = ["equal_lengths", "separate_stream"]
@@ -22,7 +22,7 @@ __all__ = ["equal_lengths", "separate_stream"]
 Expr = Any
 
 
-def equal_lengths(captured: Captured, call: SdpaCall) -> dict[Expr, Expr]:
+def equal_lengths(captured: Captured, call: AttentionCall) -> dict[Expr, Expr]:
     """The key length as the query length, when q, k and v are bare inputs whose lengths are free
     and equal in the example; empty otherwise."""
     q_len, kv_len = call.q_len, call.kv_len
@@ -33,13 +33,13 @@ def equal_lengths(captured: Captured, call: SdpaCall) -> dict[Expr, Expr]:
     return {kv_len: q_len} if same else {}
 
 
-def separate_stream(call: SdpaCall, flow: Dataflow, tied: bool) -> StreamProof:
+def separate_stream(call: AttentionCall, flow: Dataflow, tied: bool) -> StreamProof:
     """The assumed stream of a site whose q, k and v share no input.
 
     Raises:
         Refused: CROSS_ATTENTION, or NOT_SELF_ATTENTION when one depends on no input at all.
     """
-    sources = [flow.inputs_of(node) for node in (call.q, call.k, call.v)]
+    sources = [flow.inputs_of(operand.node) for operand in call.operands]
     if not all(sources):
         missing = [n for n, s in zip(("q", "k", "v"), sources, strict=True) if not s]
         raise Refused(
@@ -60,10 +60,11 @@ def separate_stream(call: SdpaCall, flow: Dataflow, tied: bool) -> StreamProof:
     return StreamProof(source=None, assumptions=tuple(assumptions))
 
 
-def _are_inputs(call: SdpaCall) -> bool:
+def _are_inputs(call: AttentionCall) -> bool:
     """Whether q, k and v are three model inputs, seen through views only."""
     bases = []
-    for node in (call.q, call.k, call.v):
+    for operand in call.operands:
+        node = operand.node
         while node.op == "call_function" and op_name(node) in VIEWS:
             node = node.all_input_nodes[0]
         bases.append(node)

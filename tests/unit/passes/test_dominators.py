@@ -29,7 +29,7 @@ def hidden_of(project, *inputs):
     captured = capture(Layer(project).eval(), (tokens(), *inputs))
     flow = Dataflow(captured.graph, captured.inputs)
     call = matcher.read_call(next(n for n in captured.graph.nodes if matcher.is_anchor(n)))
-    return flow, call, flow.common_source([call.q, call.k, call.v])
+    return flow, call, flow.common_source([operand.node for operand in call.operands])
 
 
 NORMED = {

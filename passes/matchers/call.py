@@ -1,0 +1,120 @@
+"""What every form of attention is read into: three operands, what hides keys, and the result.
+
+The forms differ in how a tensor is laid out (einsum reads `[B, L, H, D]` as it stands, a matrix
+product wants the keys transposed); an operand therefore says which of its axes is which.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch.fx import Node
+
+from sparsify.passes.graphs import dtype_of, shape_of
+
+__all__ = ["AttentionCall", "Operand", "as_is"]
+
+Expr = Any
+Index = tuple[Expr, ...]
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A tensor of an attention call.
+
+    `order[a]` is the axis of `node` that is axis a of the canonical layout `[..., length, size]`.
+    """
+
+    node: Node
+    order: tuple[int, ...]
+
+    @property
+    def shape(self) -> tuple[Expr, ...]:
+        """Sizes in the canonical layout."""
+        sizes = shape_of(self.node)
+        return tuple(sizes[axis] for axis in self.order)
+
+    @property
+    def rank(self) -> int:
+        """Number of axes."""
+        return len(self.order)
+
+    @property
+    def permuted(self) -> bool:
+        """Whether the node's own layout is not the canonical one."""
+        return self.order != tuple(range(len(self.order)))
+
+    def at(self, index: Index) -> Index:
+        """The node's own index of the canonical element `index`."""
+        own: list[Expr] = [None] * len(self.order)
+        for axis, entry in zip(self.order, index, strict=True):
+            own[axis] = entry
+        return tuple(own)
+
+
+def as_is(node: Node) -> Operand:
+    """A tensor that already lies in the canonical layout."""
+    return Operand(node, tuple(range(len(shape_of(node)))))
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """One attention, however it is written.
+
+    q `[..., L, D]`, k `[..., S, D]`, v `[..., S, Dv]` and `out` `[..., L, Dv]`; `out.node` is the
+    node that a rewrite replaces. `mask` is a boolean or additive tensor that is broadcast to
+    `[..., L, S]`; `scale` is None when the call leaves it to the default, 1/sqrt(D); `enable_gqa`
+    repeats KV head g for the query heads of group g. `pattern` names the form.
+    """
+
+    pattern: str
+    out: Operand
+    q: Operand
+    k: Operand
+    v: Operand
+    mask: Node | None
+    dropout_p: Any
+    is_causal: Any
+    scale: Any
+    enable_gqa: bool
+
+    @property
+    def node(self) -> Node:
+        """The node that holds the result."""
+        return self.out.node
+
+    @property
+    def q_len(self) -> Expr:
+        """Queries, as an expression over the capture's symbols."""
+        return self.q.shape[-2]
+
+    @property
+    def kv_len(self) -> Expr:
+        """Keys, as an expression over the capture's symbols."""
+        return self.k.shape[-2]
+
+    @property
+    def head_dim(self) -> Expr:
+        """Size of a query and a key."""
+        return self.q.shape[-1]
+
+    @property
+    def value_dim(self) -> Expr:
+        """Size of a value."""
+        return self.v.shape[-1]
+
+    @property
+    def rank(self) -> int:
+        """Axes of q."""
+        return self.q.rank
+
+    @property
+    def operands(self) -> tuple[Operand, Operand, Operand]:
+        """q, k and v."""
+        return self.q, self.k, self.v
+
+    @property
+    def dtypes(self) -> set[Any]:
+        """dtypes of q, k and v."""
+        return {dtype_of(operand.node) for operand in self.operands}
