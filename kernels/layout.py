@@ -154,7 +154,7 @@ def scatter_pages(grad_BGSD: Tensor, page_table: Tensor | None, like_PGZD: Tenso
 
 
 def sequences(batch: int, q_len: int, slots: int, layout: Layout) -> list[Sequence]:
-    """All sequences of a call, in order.
+    """All sequences of a call that hold a query or a key, in order.
 
     Args:
         batch: rows of the batch.
@@ -177,6 +177,8 @@ def sequences(batch: int, q_len: int, slots: int, layout: Layout) -> list[Sequen
             raise ValueError(
                 f"kv_len is {length} for sequence {index}, which has {k_to - k_from} key slots."
             )
+        if layout.cu_seqlens_q is not None and (q_from, k_from) == (q_to, k_to):
+            continue  # lengths of a fixed number of documents leave many of them empty
         first = length - (q_to - q_from) if starts is None else starts[index]
         real = None
         if layout.key_mask is not None:
