@@ -66,7 +66,8 @@ def as_packed_row(x_BHTD: Tensor) -> Tensor:
 
 def as_batch(x_1HND: Tensor, batch: int, length: int) -> Tensor:
     """Undoes `as_packed_row`: `[batch, H, length, D]`. The last axis may be missing (lse)."""
-    return x_1HND.squeeze(0).unflatten(1, (batch, length)).transpose(0, 1)
+    rows_HBTD = x_1HND.reshape(x_1HND.shape[1], batch, length, *x_1HND.shape[3:])
+    return rows_HBTD.transpose(0, 1)
 
 
 def packed_moba_attention(
