@@ -73,8 +73,8 @@ def test_positions_do_not_count():
 
     flow, call, hidden = hidden_of(project, torch.arange(20).expand(2, 20).clone())
     assert op_name(hidden) == "aten.layer_norm"
-    assert {node.name for node in flow.inputs_of(call.q)} == {"x", "inputs_0"}
-    assert {node.name for node in flow.inputs_of(call.v)} == {"x"}
+    assert {node.name for node in flow.inputs_of(call.q.node)} == {"x", "inputs_0"}
+    assert {node.name for node in flow.inputs_of(call.v.node)} == {"x"}
 
 
 def test_sizes_and_masks_are_no_data():
@@ -86,7 +86,7 @@ def test_sizes_and_masks_are_no_data():
         return q, q, q
 
     flow, call, _ = hidden_of(project, tokens(seed=1))
-    assert {node.name for node in flow.inputs_of(call.q)} == {"x"}
+    assert {node.name for node in flow.inputs_of(call.q.node)} == {"x"}
 
 
 def test_nothing_shared():
