@@ -30,7 +30,7 @@ from torch import Tensor
 from sparsify import settings
 from sparsify.errors import UsageError
 from sparsify.kernels import reference, selection, validation
-from sparsify.kernels.layout import Layout, key_slots, list_width
+from sparsify.kernels.layout import Layout, block_count, key_slots, list_width
 
 __all__ = [
     "block_attention",
@@ -48,6 +48,7 @@ _LAY = (
 _ATT = "float? scale=None, bool deterministic=False, int? workspace_bytes=None"
 _SIZES = "int block_size, int topk"
 _GRADS = "Tensor? grad_out, Tensor? grad_lse"
+_DENSE = "int min_context=0, bool decode_dense=False"
 _LOCAL = 'str local="inside"'
 _OUTS = "(Tensor out, Tensor lse)"
 _GRAD_OUTS = "(Tensor grad_q, Tensor grad_k, Tensor grad_v)"
@@ -62,6 +63,11 @@ class _Op:
     schema: str
     own: int
     further: int = 0
+
+    @property
+    def first(self) -> int:
+        """Place of q; k follows it."""
+        return 2 if self.name.endswith("_backward") else 0
 
     def split(self, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], Layout, tuple[Any, ...]]:
         """The three parts; arguments left out at the end are None."""
@@ -93,28 +99,28 @@ _OPS = (
     ),
     _Op(
         "moba_attention",
-        f"(Tensor q, Tensor k, Tensor v, {_LAY}, Tensor? block_means=None, *, {_SIZES}, {_ATT})"
-        f" -> {_OUTS}",
+        f"(Tensor q, Tensor k, Tensor v, {_LAY}, Tensor? block_means=None, *, {_SIZES}, {_DENSE}, "
+        f"{_ATT}) -> {_OUTS}",
         own=3,
         further=1,
     ),
     _Op(
         "moba_attention_backward",
         f"({_GRADS}, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {_LAY}, "
-        f"Tensor? block_means=None, *, {_SIZES}, {_ATT}) -> {_GRAD_OUTS}",
+        f"Tensor? block_means=None, *, {_SIZES}, {_DENSE}, {_ATT}) -> {_GRAD_OUTS}",
         own=7,
         further=1,
     ),
     _Op(
         "msa_attention",
         f"(Tensor q, Tensor k, Tensor v, Tensor iq, Tensor ik, {_LAY}, *, {_SIZES}, {_LOCAL}, "
-        f"{_ATT}) -> {_OUTS}",
+        f"{_DENSE}, {_ATT}) -> {_OUTS}",
         own=5,
     ),
     _Op(
         "msa_attention_backward",
         f"({_GRADS}, Tensor q, Tensor k, Tensor v, Tensor iq, Tensor ik, Tensor out, Tensor lse, "
-        f"{_LAY}, *, {_SIZES}, {_LOCAL}, {_ATT}) -> {_GRAD_OUTS}",
+        f"{_LAY}, *, {_SIZES}, {_LOCAL}, {_DENSE}, {_ATT}) -> {_GRAD_OUTS}",
         own=9,
     ),
 )
@@ -313,19 +319,26 @@ def moba_attention(
     *,
     block_size: int,
     topk: int,
+    min_context: int = 0,
+    decode_dense: bool = False,
     scale: float | None = None,
     deterministic: bool = False,
     workspace_bytes: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`moba_select` and `block_attention` in one; the backward pass chooses the blocks again.
 
-    No gradient flows through the choice. Arguments, results and errors are those of the two.
+    No gradient flows through the choice. Arguments, results and errors are those of the two, and:
+
+    Args:
+        min_context: with fewer key slots than this every block is attended.
+        decode_dense: a single query over more keys attends every block.
     """
     lay = (q_start, kv_len, key_mask, block_origin, cu_seqlens_q, cu_seqlens_k, page_table)
     options = {"scale": scale, "deterministic": deterministic, "workspace_bytes": workspace_bytes}
     sizes = {"block_size": block_size, "topk": topk}
+    dense = {"min_context": min_context, "decode_dense": decode_dense}
     result: tuple[Tensor, Tensor] = _call(
-        "moba_attention", q, k, v, *lay, block_means, **sizes, **options
+        "moba_attention", q, k, v, *lay, block_means, **sizes, **dense, **options
     )
     return result
 
@@ -347,6 +360,8 @@ def msa_attention(
     block_size: int,
     topk: int,
     local: str = "inside",
+    min_context: int = 0,
+    decode_dense: bool = False,
     scale: float | None = None,
     deterministic: bool = False,
     workspace_bytes: int | None = None,
@@ -354,13 +369,14 @@ def msa_attention(
     """`msa_select` and `block_attention` in one; the backward pass chooses the blocks again.
 
     No gradient flows through the choice, so `iq` and `ik` get none. Arguments, results and errors
-    are those of the two.
+    are those of the two; `min_context` and `decode_dense` as in `moba_attention`.
     """
     lay = (q_start, kv_len, key_mask, block_origin, cu_seqlens_q, cu_seqlens_k, page_table)
     options = {"scale": scale, "deterministic": deterministic, "workspace_bytes": workspace_bytes}
     sizes = {"block_size": block_size, "topk": topk, "local": local}
+    dense = {"min_context": min_context, "decode_dense": decode_dense}
     result: tuple[Tensor, Tensor] = _call(
-        "msa_attention", q, k, v, iq, ik, *lay, **sizes, **options
+        "msa_attention", q, k, v, iq, ik, *lay, **sizes, **dense, **options
     )
     return result
 
@@ -384,11 +400,23 @@ def _body(op: _Op) -> Callable[..., Any]:
     def body(*args: Any, **options: Any) -> Any:
         validation.check_options(options)
         own, layout, further = op.split(args)
+        if options.keys() & {"min_context", "decode_dense"}:  # defaults are left out
+            options = _with_topk(options, *own[op.first : op.first + 2], layout)
         with torch.no_grad():
             run = getattr(_implementation(op.name), op.name)
             return run(*own, layout, *further, **options)
 
     return body
+
+
+def _with_topk(options: dict[str, Any], q: Tensor, k: Tensor, layout: Layout) -> dict[str, Any]:
+    """The options with the top-k in force: all blocks where the call is to be dense."""
+    kept = dict(options)
+    slots = key_slots(k, layout)
+    short = slots < kept.pop("min_context", 0)
+    if (kept.pop("decode_dense", False) and q.shape[2] == 1 and slots > 1) or short:
+        kept["topk"] = max(kept["topk"], block_count(slots, kept["block_size"]), 1)
+    return kept
 
 
 def _fake_lists(op: _Op) -> Callable[..., Tensor]:

@@ -113,6 +113,9 @@ def check_options(options: dict[str, Any]) -> None:
         value = options.get(name, 1)
         if isinstance(value, bool) or not isinstance(value, int | torch.SymInt):
             raise ValueError(f"{name} is {value!r}; expected a whole number of at least 1.")
+    shortest = options.get("min_context", 0)
+    if isinstance(shortest, bool) or not isinstance(shortest, int) or shortest < 0:
+        raise ValueError(f"min_context is {shortest!r}; expected a whole number of at least 0.")
     scale = options.get("scale")
     if isinstance(scale, bool) or (isinstance(scale, float) and not math.isfinite(scale)):
         raise ValueError(f"scale is {scale!r}; expected a finite number.")

@@ -9,12 +9,11 @@ meets it fails with its name.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import sympy
-import torch
 from sympy.core.function import AppliedUndef
 from torch.fx import Node
 
@@ -31,19 +30,17 @@ from sparsify.passes.index_expr import UNFORESEEN, Evaluator
 from sparsify.passes.index_layout import indexed_source
 from sparsify.passes.index_space import IndexSpace
 from sparsify.passes.matchers import sdpa
+from sparsify.passes.matchers.call import AttentionCall
+from sparsify.passes.pointwise import is_pointwise
 from sparsify.passes.views import broadcast_index, concat_parts, view_source
 
-__all__ = ["ATTENTION", "Part", "Read", "Reader", "is_pointwise"]
+__all__ = ["ATTENTION", "Part", "Read", "Reader"]
 
 Expr = Any
 Index = tuple[Expr, ...]
 Step = tuple[Node, Index]
 
 ATTENTION = "aten.scaled_dot_product_attention"
-POINTWISE = aten(
-    "where __and__ __or__ __xor__ hardswish square relu6 selu clip true_divide subtract "
-    "multiply divide negative greater less not_equal rrelu isnan"
-)
 SOFTMAXES = aten("softmax log_softmax _softmax _log_softmax _safe_softmax")
 REDUCTIONS = aten(
     "mean sum amax amin var std prod any all linalg_vector_norm norm logsumexp argmax argmin"
@@ -83,6 +80,7 @@ class Reader:
         causal: attention nodes already proved causal: their row i reads keys 0..i only.
         evaluator: reads the values of index tensors, if given.
         frozen: nodes that are changed in place; a walk does not look into them.
+        calls: the attention of the graph by the node of its result; read from the graph if None.
     """
 
     def __init__(
@@ -92,8 +90,9 @@ class Reader:
         causal: Collection[Node] = (),
         evaluator: Evaluator | None = None,
         frozen: Collection[Node] = (),
+        calls: Mapping[Node, AttentionCall] | None = None,
     ) -> None:
-        self.space, self.evaluator = space, evaluator
+        self.space, self.evaluator, self.calls = space, evaluator, calls
         self.frozen = frozenset(frozen)
         self.stop = frozenset(stop)
         self.causal = frozenset(causal)
@@ -161,6 +160,9 @@ class Reader:
             return None  # a call that no rule foresees is as unknown as one without a rule
 
     def _by_rule(self, node: Node, index: Index) -> list[Step | Read] | None:
+        call = self._call(node)
+        if call is not None:
+            return list(self._attention(call, index))
         view = view_source(node, index, self.space)
         if view is not None:
             return [view]
@@ -177,6 +179,9 @@ class Reader:
 
     def _concat(self, node: Node, index: Index) -> Iterator[Step | Read]:
         axis, parts = concat_parts(node)
+        if len(parts) == 1:  # an empty cache and the own tokens
+            yield parts[0][0], index
+            return
         entry = index[axis]
         if not (entry in self.mixed and self.space.covers(entry, shape_of(node)[axis])):
             yield Read(node, (entry,), guard=True)
@@ -322,16 +327,22 @@ class Reader:
         axis = dim + len(index) if dim < 0 else dim
         yield self._whole_axes(source, index, [axis], op_name(node))
 
-    def _attention(self, node: Node, index: Index) -> Iterator[Step]:
-        call = sdpa.read_call(node)
-        q_shape, k_shape = call.q.shape, call.k.shape
-        last = len(q_shape) - 1
-        yield self._whole_axes(call.q.node, broadcast_index(index, q_shape), [last], op_name(node))
-        lead = self._kv_lead(index[:-2], q_shape, k_shape)
-        key = self._key(node, index[-2], k_shape[-2])
-        at = broadcast_index((*lead, key, index[-1]), k_shape)
-        yield self._whole_axes(call.k.node, at, [len(k_shape) - 1], op_name(node))
-        yield call.v.node, broadcast_index((*lead, key, index[-1]), call.v.shape)
+    def _call(self, node: Node) -> AttentionCall | None:
+        if self.calls is None:
+            return sdpa.read_call(node) if sdpa.is_anchor(node) else None
+        return self.calls.get(node)
+
+    def _attention(self, call: AttentionCall, index: Index) -> Iterator[Step]:
+        """One step, however the attention is written: row i reads q there, and keys and values."""
+        index = tuple(index[axis] for axis in call.out.order)
+        q, k, v = call.operands
+        at = q.at(broadcast_index(index, q.shape))
+        yield self._whole_axes(q.node, at, [q.order[-1]], ATTENTION)
+        lead = self._kv_lead(index[:-2], q.shape, k.shape)
+        key = self._key(call.node, index[-2], k.shape[-2])
+        at = k.at(broadcast_index((*lead, key, index[-1]), k.shape))
+        yield self._whole_axes(k.node, at, [k.order[-1]], ATTENTION)
+        yield v.node, v.at(broadcast_index((*lead, key, index[-1]), v.shape))
 
     def _key(self, node: Node, row: Expr, size: Expr) -> Expr:
         name = f"key_{node.name}"
@@ -353,17 +364,6 @@ class Reader:
 
 def _axis(dim: int, rank: int) -> int:
     return dim + rank if dim < 0 else dim
-
-
-def is_pointwise(node: Node) -> bool:
-    """Whether every element of the output depends on the same element of the inputs only."""
-    name = op_name(node)
-    if name == "aten.batch_norm":  # with statistics of its own input it mixes all positions
-        return argument(node, "training") is False
-    if name in POINTWISE:
-        return True
-    target = node.target
-    return isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags
 
 
 _Sources = Iterable[Step] | Iterable[Read] | Iterable[Step | Read]
@@ -388,7 +388,6 @@ _RULES: dict[str, _Rule] = {
     "aten.cumprod": Reader._running,
     "aten.index_select": Reader._gathered,
     "aten.gather": Reader._gathered,
-    ATTENTION: Reader._attention,
     **dict.fromkeys(SOFTMAXES, Reader._softmax),
     **dict.fromkeys(REDUCTIONS, Reader._reduction),
     **dict.fromkeys(NORMS, Reader._norm),

@@ -21,7 +21,7 @@ from sparsify.comparing import (
     variant,
     watching,
 )
-from sparsify.hosts.attention import SiteCall, observing, run_sparse
+from sparsify.hosts.calls import SiteCall, observing, run_sparse
 from sparsify.kernels.selection import Selection, record_selection, replay_selection
 from sparsify.report import CheckResult
 

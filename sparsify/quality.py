@@ -19,8 +19,9 @@ from typing import Any
 
 import torch
 
-from sparsify.hosts.attention import SiteCall, observing, proxy_index
+from sparsify.hosts.calls import SiteCall, observing
 from sparsify.kernels import schemas
+from sparsify.kernels.proxy import proxy_index
 
 __all__ = [
     "LayerRecall",

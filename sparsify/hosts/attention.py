@@ -7,12 +7,9 @@ known of the mask arrives as a `SparsityMask`, and the cache layer as the keywor
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import sys
-from collections.abc import Callable, Iterator
-from contextvars import ContextVar
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,47 +18,16 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from sparsify import settings
 from sparsify.errors import CaptureError, StrictError
 from sparsify.hosts.caches import SparseDynamicLayer
+from sparsify.hosts.calls import SiteCall, current_observer, run_sparse
 from sparsify.hosts.masks import SparsityMask, dense_implementation
-from sparsify.kernels import schemas, selection
 from sparsify.plans import LayerPlan
 
-__all__ = ["FALLBACK", "SiteCall", "observing", "proxy_index", "run_sparse", "sparsify_attention"]
+__all__ = ["FALLBACK", "sparsify_attention"]
 
 # How the counts of calls that should have been sparse begin.
 FALLBACK = "fallback, "
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class SiteCall:
-    """One sparse attention call as an observer sees it.
-
-    q `[B, Hq, T, D]`, k and v `[B, Hkv, S, *]`; `q_start` `[B]` and `key_mask` `[B, S]` are the
-    op's arguments of these names, None at their defaults; `scale` None means D ** -0.5.
-    """
-
-    plan: LayerPlan
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    scale: float | None
-    q_start: torch.Tensor | None
-    key_mask: torch.Tensor | None
-
-
-Observer = Callable[[SiteCall], None]
-_observer: ContextVar[tuple[Observer, bool] | None] = ContextVar("sparsify_observer", default=None)
-
-
-@contextlib.contextmanager
-def observing(observer: Observer, *, run_dense: bool = False) -> Iterator[None]:
-    """Show every call of a sparse site to `observer`; with `run_dense` the sites then run dense."""
-    token = _observer.set((observer, run_dense))
-    try:
-        yield
-    finally:
-        _observer.reset(token)
 
 
 def sparsify_attention(
@@ -91,7 +57,7 @@ def sparsify_attention(
             call = SiteCall(
                 plan, query, key, value, scaling, attention_mask.q_start, attention_mask.padding
             )
-            watch = _observer.get()
+            watch = current_observer()
             if watch is not None:
                 watch[0](call)
             if watch is None or not watch[1]:
@@ -156,51 +122,6 @@ def _block_means(
     if plan.method != "moba" or layer is None or not mask.left_padded_only:
         return None
     return layer.block_means_for(key, plan.budget[0], mask.origins)
-
-
-def run_sparse(call: SiteCall, block_means: torch.Tensor | None = None) -> torch.Tensor:
-    """Output `[B, Hq, T, Dv]` of the op that the plan names."""
-    plan, (block_size, topk) = call.plan, call.plan.budget
-    with selection.site(plan.key):
-        if plan.method == "moba":
-            out, _ = schemas.moba_attention(
-                call.q,
-                call.k,
-                call.v,
-                q_start=call.q_start,
-                key_mask=call.key_mask,
-                block_means=block_means,
-                block_size=block_size,
-                topk=topk,
-                scale=call.scale,
-            )
-        else:
-            iq, ik = proxy_index(call.q, call.k)
-            out, _ = schemas.msa_attention(
-                call.q,
-                call.k,
-                call.v,
-                iq,
-                ik,
-                q_start=call.q_start,
-                key_mask=call.key_mask,
-                block_size=block_size,
-                topk=topk,
-                local=plan.local,
-                scale=call.scale,
-            )
-    return out
-
-
-def proxy_index(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Index tensors of the proxy indexer: the mean of each group's queries, and the keys.
-
-    q `[B, Hq, T, D]`, k `[B, Hkv, S, D]` after rotary; gives iq `[B, Hkv, T, D]` (float32, or
-    float64 for float64) and ik, the keys themselves.
-    """
-    n_B, n_H, n_T, n_D = q.shape
-    wide = q if q.dtype == torch.float64 else q.float()
-    return wide.view(n_B, k.shape[1], n_H // k.shape[1], n_T, n_D).mean(2), k
 
 
 def _dense_function(module: torch.nn.Module) -> Callable[..., Any]:

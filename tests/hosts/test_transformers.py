@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 import sparsify as sp
 from sparsify.errors import ArtefactError, CaptureError, StrictError
 from sparsify.hosts import transformers as host
-from sparsify.hosts.attention import observing
+from sparsify.hosts.calls import observing
 from sparsify.kernels.selection import record_selection, replay_selection
 from sparsify.plans import LayerPlan, Plan
 from tests._util.tiny_models import FAMILIES, build, tokens

@@ -10,7 +10,7 @@ import sparsify as sp
 from sparsify import checks, equality
 from sparsify.hosts import attention
 from sparsify.hosts import transformers as host
-from sparsify.hosts.attention import observing
+from sparsify.hosts.calls import observing
 from sparsify.quality import measure_recall, select
 from tests._util.tiny_models import build, tokens
 
@@ -47,6 +47,9 @@ def test_a_right_rewrite_passes_every_check(pair, tmp_path):
         "V1 structure": "passed",
         "V2 no-op": "passed",
         "V3 dense limit": "passed",
+        "V4 future": "passed",
+        "V4 padding and batch": "passed",
+        "V4 documents": "passed",
         "V5 determinism": "passed",
         "V5 chunks and decode": "passed",
         "V6 quality": "passed",

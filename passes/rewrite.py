@@ -1,0 +1,166 @@
+"""A new program in which planned sites run the ops of their plans; the captured one stays.
+
+What takes a site's place is traced from a function of its operands and inlined where the old result
+stood, so that inputs, outputs, state and dynamic sizes are those of the captured program.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch._guards import detect_fake_mode
+from torch.export import ExportedProgram
+from torch.export.graph_signature import ExportGraphSignature, TensorArgument
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from sparsify.errors import CaptureError
+from sparsify.ir import AttentionSite, site_key
+from sparsify.passes.capture import Captured
+from sparsify.passes.cleanup import drop_dead
+from sparsify.passes.detect import attention_calls
+from sparsify.passes.graphs import expression
+from sparsify.passes.invariants import check
+from sparsify.passes.matchers.call import AttentionCall
+from sparsify.passes.replacement import replacement
+from sparsify.passes.ungroup import ungrouped
+from sparsify.plans import Plan
+
+__all__ = ["rewrite"]
+
+# Key of a new node's "custom" metadata (saved programs keep it): the site that it serves.
+SITE = "sparsify_site"
+
+
+def rewrite(captured: Captured, sites: Mapping[str, AttentionSite], plan: Plan) -> ExportedProgram:
+    """The captured program with every rewritten site of the plan replaced.
+
+    Args:
+        captured: a captured model; it is normalised, and otherwise left as it is.
+        sites: the proved sites by key.
+        plan: what to do; its rewritten layers must be among the sites.
+
+    Raises:
+        CaptureError: a planned site is not proved, or its replacement does not fit.
+    """
+    calls = attention_calls(captured)
+    graph = Graph()
+    nodes: dict[Node, Node] = {}
+    graph.output(graph.graph_copy(captured.graph, nodes))
+    _copy_output_meta(captured.graph, graph)
+    names: dict[str, str] = {}
+    for layer in plan.rewritten:
+        site = sites.get(layer.key)
+        if site is None:
+            raise CaptureError(f"{layer.key} is planned, but not proved in this capture.")
+        call = ungrouped(calls[layer.fqn, layer.ordinal], site, captured.ranges)
+        run = replacement(call, site, layer, captured.examples)
+        old, new = _replace(graph, call, run, nodes, site)
+        names[old] = new
+    drop_dead(graph)
+    check(graph)
+    return _program(captured.program, graph, names)
+
+
+def _replace(
+    graph: Graph,
+    call: AttentionCall,
+    run: Callable[..., Any],
+    nodes: dict[Node, Node],
+    site: AttentionSite,
+) -> tuple[str, str]:
+    """Put the traced function in the place of the call's result; the old and the new name."""
+    old = nodes[call.out.node]
+    arguments = [nodes[operand.node] for operand in call.operands]
+    if site.mask.padding is not None:
+        arguments.append(_input(graph, site.mask.padding))
+    new = _inline(graph, old, run, arguments, site_key(site.fqn, site.ordinal))
+    _check_fits(old, new, site)
+    old.replace_all_uses_with(new)
+    name = old.name
+    graph.erase_node(old)
+    nodes[call.out.node] = new
+    return name, new.name
+
+
+def _input(graph: Graph, name: str) -> Node:
+    found: list[Node] = [n for n in graph.find_nodes(op="placeholder") if n.name == name]
+    return found[0]
+
+
+def _inline(
+    graph: Graph, before: Node, run: Callable[..., Any], arguments: list[Node], key: str
+) -> Node:
+    """Trace `run` on the arguments' shapes and copy its operators in front of a node."""
+    values = [argument.meta["val"] for argument in arguments]
+    mode = detect_fake_mode(values)
+    assert mode is not None
+    with mode, torch.no_grad():
+        traced = make_fx(run, tracing_mode="real")(*values)
+    traced.graph.eliminate_dead_code()
+    known: dict[Node, Node] = dict(
+        zip(traced.graph.find_nodes(op="placeholder"), arguments, strict=True)
+    )
+    with graph.inserting_before(before):
+        for node in traced.graph.nodes:
+            if node.op not in ("placeholder", "output"):
+                known[node] = graph.node_copy(node, lambda source: known[source])
+                known[node].meta = _origin(before, node.meta["val"], key)
+    (result,) = traced.graph.output_node().all_input_nodes
+    return known[result]
+
+
+def _origin(old: Node, value: Any, key: str) -> dict[str, Any]:
+    """Metadata of a new node: where the old one came from, and the site."""
+    kept = ("nn_module_stack", "stack_trace")
+    meta: dict[str, Any] = {name: old.meta[name] for name in kept if name in old.meta}
+    return meta | {"val": value, "custom": {**old.meta.get("custom", {}), SITE: key}}
+
+
+def _check_fits(old: Node, new: Node, site: AttentionSite) -> None:
+    """The new result must have the shape, the type and the memory layout of the old one."""
+    a, b = old.meta["val"], new.meta["val"]
+    shapes = [tuple(expression(size) for size in x.shape) for x in (a, b)]
+    strides = [tuple(expression(size) for size in x.stride()) for x in (a, b)]
+    if shapes[0] != shapes[1] or a.dtype != b.dtype:
+        raise CaptureError(
+            f"The replacement of {site_key(site.fqn, site.ordinal)} has another shape or type: "
+            f"{tuple(b.shape)} {b.dtype}, not {tuple(a.shape)} {a.dtype}."
+        )
+    if strides[0] != strides[1] and not old.meta["val"].is_contiguous():
+        raise CaptureError(
+            f"The result of {site_key(site.fqn, site.ordinal)} lies in memory as {strides[0]}, "
+            f"which its replacement cannot give ({strides[1]})."
+        )
+
+
+def _copy_output_meta(source: Graph, target: Graph) -> None:
+    target.output_node().meta = copy.copy(source.output_node().meta)
+
+
+def _program(old: ExportedProgram, graph: Graph, names: Mapping[str, str]) -> ExportedProgram:
+    """The program of an edited graph, on the state of the old one."""
+    module = GraphModule(old.graph_module, graph)
+    module.meta.update(old.graph_module.meta)
+    return ExportedProgram(
+        root=module,
+        graph=module.graph,
+        graph_signature=_renamed(old.graph_signature, names),
+        state_dict=old.state_dict,
+        range_constraints=old.range_constraints,
+        module_call_graph=old.module_call_graph,
+        constants=old.constants,
+        verifiers=[old.verifier],
+    )
+
+
+def _renamed(signature: ExportGraphSignature, names: Mapping[str, str]) -> ExportGraphSignature:
+    """The signature with outputs that are results of replaced sites under their new names."""
+    renamed = copy.deepcopy(signature)
+    for spec in renamed.output_specs:
+        if isinstance(spec.arg, TensorArgument) and spec.arg.name in names:
+            spec.arg.name = names[spec.arg.name]
+    return renamed
