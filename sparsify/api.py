@@ -224,7 +224,7 @@ def verify(
     samples: Any = None,
     **options: Any,
 ) -> VerificationReport:
-    """Run the checks V1-V3 and V5-V7 on `rewritten` against `original` (`sparsify.checks.run`)."""
+    """Run the checks V1-V7 on `rewritten` against `original` (`sparsify.checks.run`)."""
     from sparsify import checks
 
     for name, model in (("original", original), ("rewritten", rewritten)):

@@ -1,4 +1,4 @@
-"""The named checks V1-V3 and V5-V7 of a rewritten transformers model against its original."""
+"""The named checks V1-V7 of a rewritten transformers model against its original."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ from sparsify.errors import UsageError
 from sparsify.hosts.transformers import plan_of
 from sparsify.kernels.selection import record_selection
 from sparsify.policy import Quality
+from sparsify.probes import batches, documents, future
 from sparsify.report import CheckResult, VerificationReport
 
 __all__ = ["CHECKS", "run"]
@@ -244,6 +245,7 @@ CHECKS: dict[str, tuple[Callable[[Context], CheckResult], ...]] = {
     "V1": (structure,),
     "V2": (no_op,),
     "V3": (dense_limit,),
+    "V4": (future, batches, documents),
     "V5": (determinism, phases),
     "V6": (quality_cost,),
     "V7": (artefact,),

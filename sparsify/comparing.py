@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from sparsify.hosts.attention import SiteCall, observing
+from sparsify.hosts.calls import SiteCall, observing
 from sparsify.hosts.transformers import apply, copy_sharing_weights
 from sparsify.plans import Plan
 from sparsify.report import CheckResult
@@ -34,6 +34,7 @@ __all__ = [
     "plain_and_padded",
     "result",
     "same_bits",
+    "takes",
     "variant",
     "watching",
 ]
@@ -109,7 +110,7 @@ class Seen:
         self.rows: Counter[str] = Counter()
 
     def note(self, call: SiteCall) -> None:
-        """Observer of `sparsify.hosts.attention.observing`."""
+        """Observer of `sparsify.hosts.calls.observing`."""
         key, (n_B, _, n_T, _), n_S = call.plan.key, call.q.shape, call.k.shape[2]
         real = [n_S] * n_B if call.key_mask is None else call.key_mask.sum(-1).tolist()
         self.calls[key] += 1
@@ -171,10 +172,20 @@ def left_padded(ids: torch.Tensor, shorter: int) -> tuple[torch.Tensor, torch.Te
     return torch.cat([ids, other]), mask
 
 
-def logits(model: Any, ids: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
-    """Logits of the real tokens: `[1, T, V]`, or `[rows, V]` of a padded batch."""
-    out: torch.Tensor = model(ids, attention_mask=mask, use_cache=False).logits
+def logits(
+    model: Any, ids: torch.Tensor, mask: torch.Tensor | None = None, **inputs: torch.Tensor
+) -> torch.Tensor:
+    """Logits of the real tokens: `[1, T, V]`, or `[rows, V]` of a padded batch.
+
+    `inputs` are more arguments of the model, such as `position_ids`.
+    """
+    out: torch.Tensor = model(ids, attention_mask=mask, use_cache=False, **inputs).logits
     return out if mask is None else out[mask.bool()]
+
+
+def takes(model: Any, name: str) -> bool:
+    """Whether the model has an input of that name."""
+    return name in inspect.signature(model.forward).parameters
 
 
 def logits_in_steps(model: Any, ids: torch.Tensor, ends: list[int]) -> torch.Tensor:

@@ -23,7 +23,7 @@ __all__ = [
 ]
 
 REPORT_SCHEMA = 1
-CHECK_NAMES = ("V1", "V2", "V3", "V5", "V6", "V7")
+CHECK_NAMES = ("V1", "V2", "V3", "V4", "V5", "V6", "V7")
 
 _T = TypeVar("_T")
 
