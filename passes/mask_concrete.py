@@ -18,7 +18,14 @@ from sparsify.passes.aliases import mutations_of
 from sparsify.passes.capture import Captured
 from sparsify.passes.graphs import dtype_of, expression, is_shape_only, is_tensor, shape_of
 
-__all__ = ["NotRunnable", "Slice", "concrete", "random_padding"]
+__all__ = [
+    "NotRunnable",
+    "Slice",
+    "concrete",
+    "random_documents",
+    "random_padding",
+    "random_positions",
+]
 
 Expr = Any
 Sizes = Mapping[Expr, int]
@@ -139,6 +146,26 @@ def random_padding(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     mask = torch.rand(shape, generator=generator) > 0.3
     mask[0] = torch.arange(shape[1]) >= shape[1] // 3
     return mask.to(dtype)
+
+
+def random_documents(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Numbers of packed documents, some of them used again later in the row."""
+    return ((_borders(shape).cumsum(1) + 1) % 3).to(dtype)
+
+
+def random_positions(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Positions in packed documents."""
+    slots = torch.arange(shape[1]).expand(shape)
+    return (slots - (slots * _borders(shape)).cummax(1).values).to(dtype)
+
+
+def _borders(shape: tuple[int, ...]) -> torch.Tensor:
+    """Where documents begin, after the first one. The first of several rows is one document."""
+    generator = torch.Generator().manual_seed(SEED)
+    begins = torch.rand(shape, generator=generator) > 0.8
+    if shape[0] > 1:
+        begins[0] = False
+    return begins
 
 
 def _closure(node: Node, user: Node) -> list[Node]:

@@ -20,6 +20,7 @@ from sparsify.passes.frame import Frame
 from sparsify.passes.graphs import dtype_of, number
 from sparsify.passes.mask_check import NumericCheck
 from sparsify.passes.mask_concrete import NotRunnable
+from sparsify.passes.mask_documents import Documents, within_document
 from sparsify.passes.mask_formula import Shape, decide
 from sparsify.passes.mask_unknown import unknown
 from sparsify.passes.mask_values import visibility
@@ -34,7 +35,8 @@ LONGEST_EVIDENCE = 600
 def prove_mask(frame: Frame, context: Context) -> MaskProof:
     """The mask of a site, as far as it is one that a sparse operator can honour.
 
-    The kind is CAUSAL, aligned so that the last query sees the last key.
+    The kind is CAUSAL, aligned so that the last query sees the last key, or DOCUMENT: causal inside
+    every document of a row.
 
     Args:
         frame: the site's indices.
@@ -71,6 +73,7 @@ def _aligned(
     evidence: str,
     *,
     padding: str | None = None,
+    documents: Documents | None = None,
     assumptions: tuple[str, ...] = (),
 ) -> MaskProof:
     """The proof of a decided shape, if its diagonal ends at the last key."""
@@ -87,7 +90,8 @@ def _aligned(
     _check_offset(frame, shape.offset, evidence)
     offset = number(shape.offset)
     return MaskProof(
-        kind=MaskKind.CAUSAL,
+        kind=MaskKind.CAUSAL if documents is None else MaskKind.DOCUMENT,
+        documents=None if documents is None else documents.table.name,
         padding=padding,
         q_offset=str(shape.offset) if offset is None else offset,
         assumptions=(*assumptions, *captured.flags, *_lengths(captured, frame)),
@@ -138,6 +142,9 @@ class _Proof:
         seen = visibility(value, dtype_of(self.mask), self.evaluator, self.frame.h)
         formula = seen.formula.subs(self.frame.tie)
         evidence = _shown(formula)
+        documents = within_document(formula, self.evaluator, self.frame)
+        if documents is not None:
+            formula = documents.inside
         pad = self._padding(formula, evidence)
         shape = decide(self._unpadded(formula, pad, evidence), self.frame, self.captured.ranges)
         if shape is None:
@@ -146,14 +153,21 @@ class _Proof:
             )
         name = None if pad is None else pad.func.__name__
         assumptions = seen.assumptions
+        if documents is not None:
+            assumptions = (*assumptions, *documents.assumptions)
         if pad is not None and not _is_truth_only(formula, pad):
-            assumptions = (*assumptions, f"{name} holds only 0 and 1")
+            numbered = documents is not None and documents.table.name == name
+            if numbered and not _is_sign_only(formula, pad):
+                raise Refused("PADDING_UNPROVED", f"{name} hides more than number 0", evidence)
+            values = "no negative number" if numbered else "only 0 and 1"
+            assumptions = (*assumptions, f"{name} holds {values}")
         proof = _aligned(
             self.captured,
             self.frame,
             shape,
             evidence,
             padding=name,
+            documents=documents,
             assumptions=tuple(dict.fromkeys(assumptions)),
         )
         self._cross_check(proof)
@@ -194,7 +208,7 @@ class _Proof:
     def _by_numbers(self, evidence: str) -> Refused | None:
         """A refusal with a counterexample, when the mask's own numbers give one."""
         try:
-            found = self.check.counterexample(None, padded=False)
+            found = self.check.counterexample(padded=False)
         except NotRunnable:
             return None
         if found is None:
@@ -203,7 +217,7 @@ class _Proof:
 
     def _cross_check(self, proof: MaskProof) -> None:
         try:
-            found = self.check.counterexample(proof.padding)
+            found = self.check.counterexample(proof.padding, proof.documents)
         except NotRunnable as error:
             message = "the proof of the mask could not be checked by numbers"
             raise Refused("MASK_UNPROVED", message, f"{error}; {proof.evidence}") from None
@@ -216,6 +230,17 @@ def _is_truth_only(formula: Any, pad: Expr) -> bool:
     """Whether the padding is only asked to be zero or not, so that any other number shows a key."""
     atoms = [atom for atom in formula.atoms(Relational) if atom.has(pad)]
     return all(isinstance(a, sympy.Ne | sympy.Eq) and a.lhs == pad and a.rhs == 0 for a in atoms)
+
+
+def _is_sign_only(formula: Any, pad: Expr) -> bool:
+    """Whether the padding is only asked to be positive, so that any positive number shows a key."""
+    atoms = [atom for atom in formula.atoms(Relational) if atom.has(pad)]
+    return all(
+        sympy.expand(a.lhs - a.rhs - sign * pad).is_number
+        and a.subs(pad, 1) == a.subs(pad, sympy.oo)
+        for a in atoms
+        for sign in (sympy.expand(a.lhs - a.rhs).coeff(pad),)
+    )
 
 
 def _shown(formula: Any) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
-import sympy
 from sympy.core.function import AppliedUndef
 from sympy.core.relational import Relational
 
@@ -17,6 +16,10 @@ from sparsify.passes.refused import Refused
 __all__ = ["unknown"]
 
 Expr = Any
+_HINT = (
+    "Documents are read where one table of whole numbers, a model input [batch, length] or a "
+    "running count of borders, must be equal at the query and at the key, under a causal mask."
+)
 
 
 def unknown(
@@ -27,8 +30,8 @@ def unknown(
     names, evidence = ", ".join(sorted({leaf.node.name for leaf in leaves})), str(formula)[:600]
     if any(leaf.trained for leaf in leaves):
         return Refused("MASK_UNPROVED", f"the mask depends on parameters ({names})", evidence)
-    if _by_document(formula, frame):
-        return Refused("MASK_UNSUPPORTED", f"documents are kept apart by {names}", evidence)
+    if all(leaf.inputs for leaf in leaves) and _by_document(formula, frame):
+        return Refused("MASK_UNSUPPORTED", f"documents are kept apart by {names}", evidence, _HINT)
     if not all(leaf.kind == "input" for leaf in leaves):
         message = f"the mask depends on values that cannot be read ({names})"
         return Refused("MASK_UNPROVED", message, evidence)
@@ -55,12 +58,10 @@ def _are_paddings(leaves: list[Leaf], functions: Collection[Expr], frame: Frame)
 
 
 def _by_document(formula: Any, frame: Frame) -> bool:
-    """Two reads of one table, at the query and at the key, that must be equal."""
+    """Something read at the query is compared with something read at the key."""
     for atom in formula.atoms(Relational):
-        found = atom.atoms(AppliedUndef)
-        if not isinstance(atom, sympy.Eq | sympy.Ne) or len(found) != 2:
-            continue
-        one_table = len({f.func for f in found}) == 1
-        if one_table and all(any(f.has(index) for f in found) for index in (frame.i, frame.j)):
+        reads = atom.atoms(AppliedUndef)
+        at_query = any(f.has(frame.i) and not f.has(frame.j) for f in reads)
+        if at_query and any(f.has(frame.j) and not f.has(frame.i) for f in reads):
             return True
     return False

@@ -90,6 +90,9 @@ class MaskProof:
     """What was proved of a mask.
 
     `padding` names the model input of shape [batch, keys] that hides keys, if there is one.
+    `documents` names the node of the normalised graph (or the model input) that holds the number
+    of every token's document, [batch or 1, keys]; a query sees keys of its own document only. It is
+    set if and only if the kind is DOCUMENT, which is causal inside every document.
     `q_offset` is the position of query 0 among the keys: a number or a symbolic expression.
     `evidence` is the simplified visibility formula or the flag that carries the proof.
     """
@@ -100,6 +103,7 @@ class MaskProof:
     q_offset: int | str = 0
     assumptions: tuple[str, ...] = ()
     evidence: str = ""
+    documents: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +151,7 @@ class AttentionSite:
                 "kind": self.mask.kind.value,
                 "window": self.mask.window,
                 "padding": self.mask.padding,
+                "documents": self.mask.documents,
                 "q_offset": self.mask.q_offset,
                 "assumptions": list(self.mask.assumptions),
                 "evidence": self.mask.evidence,

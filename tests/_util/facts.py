@@ -1,12 +1,13 @@
 """Runs a captured graph with every proved site replaced by dense attention built from its facts.
 
-Only what was proved is used: heads, scale, mask kind, query offset and padding input. If the result
-equals the model, the facts are right.
+Only what was proved is used: heads, scale, mask kind, query offset, padding input and table of
+documents. If the result equals the model, the facts are right.
 """
 
 import torch
 from torch.utils import _pytree as pytree
 
+from sparsify.ir import MaskKind
 from sparsify.passes.detect import attention_nodes
 from sparsify.passes.graphs import expression
 
@@ -24,7 +25,7 @@ def original(captured, args, kwargs=None):
 class _Replaced(torch.fx.Interpreter):
     def __init__(self, captured, sites):
         nodes = attention_nodes(captured) if sites else {}  # this normalises the graph
-        super().__init__(captured.graph_module)
+        super().__init__(captured.graph_module, garbage_collect_values=False)
         self.captured = captured
         self.sites = {nodes[site.fqn, site.ordinal]: site for site in sites}
         assert len(self.sites) == len(sites)
@@ -50,8 +51,13 @@ class _Replaced(torch.fx.Interpreter):
         names = [argument.name for argument in n.target._schema.arguments]
         named = {**dict(zip(names, args, strict=False)), **kwargs}
         padding = None if site.mask.padding is None else self.inputs[site.mask.padding]
-        out = dense(site, named["query"], named["key"], named["value"], padding)
+        documents = None if site.mask.documents is None else self._value(site.mask.documents)
+        out = dense(site, named["query"], named["key"], named["value"], padding, documents)
         return _laid_out(out, n, self.captured.examples)
+
+    def _value(self, name):
+        (node,) = (node for node in self.env if node.name == name)
+        return self.env[node]
 
 
 def _laid_out(out, node, examples):
@@ -63,7 +69,7 @@ def _laid_out(out, node, examples):
     return out.permute(order).contiguous().permute(back)
 
 
-def dense(site, q, k, v, padding):
+def dense(site, q, k, v, padding, documents=None):
     """Causal attention in float64 from the facts of `site`; any layout that SDPA accepts."""
     shape = (*q.shape[:-1], v.shape[-1])
     heads, group = site.heads.q_heads, site.heads.group
@@ -79,6 +85,9 @@ def dense(site, q, k, v, padding):
     if isinstance(site.mask.q_offset, int):
         assert offset == site.mask.q_offset
     seen = torch.arange(rows)[:, None] + offset >= torch.arange(keys)[None, :]
+    assert (site.mask.kind == MaskKind.DOCUMENT) == (documents is not None)
+    if documents is not None:
+        seen = seen & (documents[:, None, :, None] == documents[:, None, None, :])
     if padding is not None:
         real = padding[:, None, None, :keys].bool()
         seen = seen & real

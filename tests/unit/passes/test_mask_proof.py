@@ -118,10 +118,6 @@ NOT_PADDED = {
     "of_queries": (lambda n, m: causal(n) & m.bool()[:, None, :, None], "PADDING_UNPROVED"),
     "shifted": (lambda n, m: causal(n) & m.roll(1, 1).bool()[:, None, None], "PADDING_UNPROVED"),
     "of_other_rows": (lambda n, m: causal(n) & m.flip(0).bool()[:, None, None], "PADDING_UNPROVED"),
-    "documents": (
-        lambda n, m: causal(n) & (m[:, None, :, None] == m[:, None, None]),
-        "MASK_UNSUPPORTED",
-    ),
     "alone": (lambda n, m: m.bool()[:, None, None], "NOT_CAUSAL"),
     "sorted": (lambda n, m: causal(n) & m.sort(1)[0].bool()[:, None, None], "MASK_UNPROVED"),
 }

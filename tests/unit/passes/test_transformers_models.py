@@ -184,8 +184,9 @@ def test_without_a_padding_mask():
 
 def test_positions_given_by_the_user_may_be_documents():
     positions = torch.arange(16).expand(2, 16).clone()
-    found = captured_llama(input_ids=tokens(2, 16), position_ids=positions)
-    assert codes(found) == ["MASK_UNSUPPORTED"] and "documents" in found.refusals[0].message
+    (site,) = captured_llama(input_ids=tokens(2, 16), position_ids=positions).sites
+    assert site.mask.kind == MaskKind.DOCUMENT and not site.mask.assumptions
+    assert "cumsum" in site.mask.documents
     padded = captured_llama(
         input_ids=tokens(2, 16), position_ids=positions, attention_mask=torch.ones_like(positions)
     )
