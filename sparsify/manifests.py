@@ -1,20 +1,38 @@
-"""The manifest of a saved folder: versions, and size and SHA-256 of every file."""
+"""The manifest of a saved folder: versions, and size and SHA-256 of every file.
+
+A folder is what its manifest says: files that were changed, shortened or lost are refused, and so
+are files beside them that a loader might read. Notes of the user's own are welcome.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import os
+from collections.abc import Iterator
+from contextvars import ContextVar
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from sparsify.errors import ArtefactError
 from sparsify.versions import package_versions
 
-__all__ = ["MANIFEST", "MANIFEST_SCHEMA", "check_manifest", "write_manifest"]
+__all__ = ["MANIFEST", "MANIFEST_SCHEMA", "check_manifest", "intact", "write_manifest"]
 
 MANIFEST = "manifest.json"
 MANIFEST_SCHEMA = 1
 CHUNK_BYTES = 1 << 22
+# Weights, code, configs, indices, vocabularies and templates: what loaders look for by name.
+READ_BY_LOADERS = (
+    *(".bin", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".ot", ".pt", ".pt2", ".pth"),
+    *(".safetensors", ".index", ".json", ".jinja", ".py", ".so"),
+    *(".model", ".spm", ".tiktoken"),
+)
+VOCABULARIES = ("merges.txt", "vocab.txt")
+
+# The folder whose files are known to be sound at this moment.
+_sound: ContextVar[Path | None] = ContextVar("sound", default=None)
 
 
 def write_manifest(folder: str | Path, extra: dict[str, Any] | None = None) -> None:
@@ -36,26 +54,94 @@ def write_manifest(folder: str | Path, extra: dict[str, Any] | None = None) -> N
 
 
 def check_manifest(folder: str | Path) -> dict[str, Any]:
-    """Compare every file with the manifest and return it. Files it does not name are allowed.
+    """Compare every file with the manifest and return it.
+
+    Files that it does not name are allowed where no loader would read them. Symbolic links to
+    files stand for what they point to; hidden files and folders are passed over.
 
     Raises:
-        ArtefactError: no manifest, a damaged one, one of a newer version, or a file that is
-            missing or was changed (the message names it).
+        ArtefactError: no manifest, a damaged one, one of a newer version, a file that is missing
+            or was changed, or one too many (the message names it).
     """
     root = Path(folder)
     data = _read(root)
-    for name, facts in data["files"].items():
-        path = root / name
-        if not path.is_file():
-            raise ArtefactError(f"{root} is incomplete: {name} is missing.", _HINT)
-        size = path.stat().st_size
-        if size != facts["bytes"]:
-            raise ArtefactError(
-                f"{root} is damaged: {name} has {size} bytes instead of {facts['bytes']}.", _HINT
-            )
-        if _sha256(path) != facts["sha256"]:
-            raise ArtefactError(f"{root} is damaged: {name} was changed after writing.", _HINT)
+    try:
+        for name, facts in data["files"].items():
+            _check_file(root, name, facts)
+        _refuse_strangers(root, data["files"])
+    except OSError as error:
+        raise ArtefactError(f"Cannot read {error.filename or root}: {error.strerror}.") from None
     return data
+
+
+@contextlib.contextmanager
+def intact(folder: str | Path) -> Iterator[None]:
+    """Within it the files are those of the manifest; its end fails if they were replaced meanwhile.
+
+    One `intact` inside another of the same folder does not read the files again.
+
+    Raises:
+        ArtefactError: as `check_manifest`, or the files changed before the end.
+    """
+    root = Path(os.path.realpath(folder))
+    if _sound.get() == root:
+        yield
+        return
+    before = _identities(root)
+    files = [root / name for name in (MANIFEST, *check_manifest(folder)["files"])]
+    token = _sound.set(root)
+    try:
+        yield
+    finally:
+        _sound.reset(token)
+    after = _identities(root)
+    if any(before.get(path) != after.get(path) for path in files):
+        raise ArtefactError(f"{folder} was changed while it was read.", "Load it again.")
+
+
+def _check_file(root: Path, name: str, facts: dict[str, Any]) -> None:
+    path = root / name
+    if not path.is_file():
+        raise ArtefactError(f"{root} is incomplete: {name} is missing.", _HINT)
+    size = path.stat().st_size
+    if size != facts["bytes"]:
+        raise ArtefactError(
+            f"{root} is damaged: {name} has {size} bytes instead of {facts['bytes']}.", _HINT
+        )
+    if _sha256(path) != facts["sha256"]:
+        raise ArtefactError(f"{root} is damaged: {name} was changed after writing.", _HINT)
+
+
+def _refuse_strangers(root: Path, known: dict[str, Any]) -> None:
+    for path in _files(root):
+        name = path.relative_to(root).as_posix()
+        kind = path.suffix.lower()
+        if name not in known and (kind in READ_BY_LOADERS or path.name.lower() in VOCABULARIES):
+            raise ArtefactError(
+                f"{root} holds {name}, which `sparsify rewrite` did not write and which a loader "
+                "might read.",
+                "Move it elsewhere.",
+            )
+
+
+def _files(root: Path) -> Iterator[Path]:
+    """All files but the manifest and hidden ones."""
+    for folder, inner, names in os.walk(root):
+        inner[:] = [name for name in inner if not name.startswith(".")]
+        for name in names:
+            path = Path(folder, name)
+            if not name.startswith(".") and path != root / MANIFEST:
+                yield path
+
+
+def _identities(root: Path) -> dict[Path, tuple[int, ...]]:
+    """What changes when a file is written to or another is put in its place."""
+    found = {}
+    for path in (root / MANIFEST, *_files(root)):
+        with contextlib.suppress(OSError):
+            facts = path.stat()
+            found[path] = (facts.st_dev, facts.st_ino, facts.st_size, facts.st_mtime_ns)
+    return found
 
 
 _HINT = "Write the folder again with `sparsify rewrite`."

@@ -11,8 +11,9 @@ import torch
 import transformers
 
 from sparsify.errors import ArtefactError
-from sparsify.files import check_manifest, output_directory, write_manifest
+from sparsify.files import output_directory, write_manifest
 from sparsify.hosts import transformers as host
+from sparsify.manifests import intact
 from sparsify.plans import Plan
 from sparsify.report import SparsifyReport
 
@@ -56,8 +57,14 @@ def load(directory: Path, **options: Any) -> torch.nn.Module:
     Raises:
         ArtefactError: not such a folder, or a file is missing or damaged.
     """
+    if not directory.is_dir():
+        raise ArtefactError(f"There is no folder {directory}.")
+    with intact(directory):
+        return _load(directory, options)
+
+
+def _load(directory: Path, options: dict[str, Any]) -> torch.nn.Module:
     config = _read_config(directory)
-    check_manifest(directory)
     if "plan" not in (config.get("sparsify") or {}):
         raise ArtefactError(f"{directory} holds no plan in its config.json.")
     name = (config.get("architectures") or ["AutoModelForCausalLM"])[0]
@@ -76,8 +83,6 @@ def load(directory: Path, **options: Any) -> torch.nn.Module:
 
 
 def _read_config(directory: Path) -> dict[str, Any]:
-    if not directory.is_dir():
-        raise ArtefactError(f"There is no folder {directory}.")
     try:
         config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     except OSError:

@@ -13,6 +13,7 @@ import copy
 import dataclasses
 import functools
 import inspect
+import os
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,6 +26,7 @@ from sparsify.errors import ArtefactError, CaptureError, UsageError
 from sparsify.hosts.attention import FALLBACK, sparsify_attention
 from sparsify.hosts.caches import sparse_layer
 from sparsify.hosts.masks import dense_implementation, sparsify_mask
+from sparsify.manifests import MANIFEST, intact
 from sparsify.plans import LayerPlan, Plan
 
 __all__ = [
@@ -234,6 +236,7 @@ def _attach_saved_plan(model: Any, folder: Any) -> None:
             f"{folder} was written by a newer version (schema {stored['schema']}).",
             "Update sparsify-attention.",
         )
+    _check_saved_plan(folder, stored["plan"])
     dense = str(stored.get("dense", "sdpa"))
     plan = _fitted(Plan.from_json(stored["plan"]), model)
     for config in _configs(model):
@@ -258,11 +261,26 @@ def _fitted(plan: Plan, model: PreTrainedModel) -> Plan:
     return plan
 
 
-def _check_files(folder: Any) -> None:
-    from sparsify.files import MANIFEST, check_manifest
+def _intact(folder: Any) -> contextlib.AbstractContextManager[None]:
+    """Within it the folder is what its manifest says, if this package wrote it."""
+    if not isinstance(folder, str | os.PathLike) or not (Path(folder) / MANIFEST).is_file():
+        return contextlib.nullcontext()
+    # Other tools write files of that name too.
+    with contextlib.suppress(OSError, ValueError):
+        config = (Path(folder) / "config.json").read_bytes()
+        if b'"sparsify"' not in config and not (Path(folder) / "plan.json").is_file():
+            return contextlib.nullcontext()
+    return intact(Path(folder))
 
-    if isinstance(folder, str | Path) and (Path(folder) / MANIFEST).is_file():
-        check_manifest(Path(folder))
+
+def _check_saved_plan(folder: Any, stored: Any) -> None:
+    """A folder that this package wrote still has its manifest, and says one thing in two places."""
+    if not isinstance(folder, str | os.PathLike) or not (Path(folder) / "plan.json").is_file():
+        return  # saved again by the user, or from elsewhere
+    if not (Path(folder) / MANIFEST).is_file():
+        raise ArtefactError(f"{folder} is incomplete: {MANIFEST} is missing.")
+    if Plan.load(Path(folder) / "plan.json") != Plan.from_json(stored):
+        raise ArtefactError(f"{folder}: plan.json and the plan in config.json differ.")
 
 
 def _register() -> None:
@@ -273,10 +291,13 @@ def _register() -> None:
         return
 
     @functools.wraps(original)
-    def from_pretrained(cls: type, folder: Any, *args: Any, **kwargs: Any) -> Any:
-        _check_files(folder)
-        loaded = original(cls, folder, *args, **kwargs)
-        _attach_saved_plan(loaded[0] if isinstance(loaded, tuple) else loaded, folder)
+    def from_pretrained(
+        cls: type, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        folder = pretrained_model_name_or_path
+        with _intact(folder):
+            loaded = original(cls, folder, *args, **kwargs)
+            _attach_saved_plan(loaded[0] if isinstance(loaded, tuple) else loaded, folder)
         return loaded
 
     from_pretrained.sparsify_wrapped = True  # type: ignore[attr-defined]

@@ -6,8 +6,10 @@ import sys
 
 import pytest
 import torch
+import transformers
 
 import sparsify as sp
+from sparsify.hosts import transformers as host
 from sparsify.hosts.transformers import plan_of
 from tests._util.tiny_models import FAMILIES, build, tokens
 
@@ -25,6 +27,8 @@ LOADERS = {
         "transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1])",
     ),
 }
+
+POLICY = sp.Policy.moba(block_size=8, topk=2, dense_last=1)
 
 
 def saved(tmp_path, family="llama", method="moba"):
@@ -104,6 +108,68 @@ def test_a_damaged_folder_is_named_and_not_loaded(tmp_path, name, damage):
         path.unlink()
     with pytest.raises(sp.ArtefactError, match=name):
         sp.load(folder)
+
+
+def plain(folder, **options):
+    return transformers.LlamaForCausalLM.from_pretrained(
+        pretrained_model_name_or_path=folder, **options
+    )
+
+
+def test_a_folder_swapped_while_it_is_loaded_is_refused(tmp_path, monkeypatch):
+    _, folder = saved(tmp_path)
+    other = sp.export(sp.sparsify(build("llama", seed=1), POLICY), tmp_path / "other")
+    real = host._attach_saved_plan
+
+    def late(*args):
+        folder.rename(tmp_path / "old")
+        other.rename(folder)
+        real(*args)
+
+    monkeypatch.setattr(host, "_attach_saved_plan", late)
+    with pytest.raises(sp.ArtefactError, match="changed while it was read"):
+        sp.load(folder)
+
+
+@pytest.mark.parametrize("load", [sp.load, plain])
+def test_weights_put_beside_are_refused(tmp_path, load):
+    _, folder = saved(tmp_path)
+    load(folder)
+    (folder / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(sp.ArtefactError, match=r"holds pytorch_model\.bin"):
+        load(folder)
+
+
+def test_a_lost_manifest_is_told_by_plain_loading_too(tmp_path):
+    _, folder = saved(tmp_path)
+    (folder / "manifest.json").unlink()
+    with pytest.raises(sp.ArtefactError, match=r"manifest\.json is missing"):
+        plain(folder)
+
+
+def test_a_model_that_the_user_saved_again_needs_no_manifest(tmp_path):
+    result, folder = saved(tmp_path)
+    sp.load(folder).save_pretrained(tmp_path / "again")
+    assert plan_of(plain(tmp_path / "again")) == result.plan
+
+
+@pytest.mark.parametrize("content", ["{}", "[]", '{"name": "of another tool"}'])
+def test_manifests_of_other_tools_are_not_ours(tmp_path, content):
+    build("llama").save_pretrained(tmp_path)
+    (tmp_path / "manifest.json").write_text(content)
+    plain(tmp_path)
+
+
+def test_plan_and_config_that_differ_are_refused(tmp_path):
+    from sparsify.manifests import write_manifest
+
+    _, folder = saved(tmp_path)
+    text = (folder / "plan.json").read_text()
+    (folder / "plan.json").write_text(text.replace('"topk": 2', '"topk": 3'))
+    write_manifest(folder)
+    for load in (sp.load, plain):
+        with pytest.raises(sp.ArtefactError, match=r"plan\.json and the plan in config"):
+            load(folder)
 
 
 def test_a_target_in_the_way_is_refused_and_kept(tmp_path):
