@@ -14,16 +14,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sparsify.kernels import schemas
 from sparsify.kernels.layout import Layout
 
-__all__ = [
-    "as_batch",
-    "as_packed_row",
-    "document_layout",
-    "packed_moba_attention",
-    "packed_msa_attention",
-]
+__all__ = ["as_batch", "as_packed_row", "document_layout"]
 
 
 def document_layout(documents: Tensor, key_mask: Tensor | None = None) -> Layout:
@@ -70,84 +63,6 @@ def as_batch(x_1HND: Tensor, batch: int, length: int) -> Tensor:
     return rows_HBTD.transpose(0, 1)
 
 
-def packed_moba_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    documents: Tensor,
-    key_mask: Tensor | None = None,
-    *,
-    block_size: int,
-    topk: int,
-    scale: float | None = None,
-) -> tuple[Tensor, Tensor]:
-    """`moba_attention` inside every document: no row attends to another document, and the blocks
-    of a document are counted from its first real key.
-
-    Args:
-        q: `[B, H, T, D]`.
-        k, v: `[B, G, T, D]` and `[B, G, T, V]`, as many keys as queries.
-        documents, key_mask: see `document_layout`.
-        block_size, topk, scale: see `sparsify.kernels.schemas.moba_attention`.
-
-    Returns:
-        out `[B, H, T, V]` and the log of the softmax sums `[B, H, T]`.
-
-    Raises:
-        ValueError, RuntimeError: as `document_layout` and `moba_attention`.
-    """
-    _check_lengths(q, k, documents)
-    out, lse = schemas.moba_attention(
-        as_packed_row(q),
-        as_packed_row(k),
-        as_packed_row(v),
-        *document_layout(documents, key_mask),
-        block_size=block_size,
-        topk=topk,
-        scale=scale,
-    )
-    return _unpacked(out, lse, q)
-
-
-def packed_msa_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    iq: Tensor,
-    ik: Tensor,
-    documents: Tensor,
-    key_mask: Tensor | None = None,
-    *,
-    block_size: int,
-    topk: int,
-    local: str = "inside",
-    scale: float | None = None,
-) -> tuple[Tensor, Tensor]:
-    """`msa_attention` inside every document, see `packed_moba_attention`.
-
-    iq is `[B, G, T, I]` and ik `[B, 1 or G, T, I]`.
-    """
-    _check_lengths(q, k, documents)
-    out, lse = schemas.msa_attention(
-        as_packed_row(q),
-        as_packed_row(k),
-        as_packed_row(v),
-        as_packed_row(iq),
-        as_packed_row(ik),
-        *document_layout(documents, key_mask),
-        block_size=block_size,
-        topk=topk,
-        local=local,
-        scale=scale,
-    )
-    return _unpacked(out, lse, q)
-
-
-def _unpacked(out: Tensor, lse: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
-    batch, _, length, _ = q.shape
-    return as_batch(out, batch, length), as_batch(lse, batch, length)
-
-
 def _check_table(documents: Tensor, key_mask: Tensor | None) -> None:
     if documents.dim() != 2:
         raise ValueError(f"documents has shape {list(documents.shape)}; expected [B, T].")
@@ -155,15 +70,6 @@ def _check_table(documents: Tensor, key_mask: Tensor | None) -> None:
         raise ValueError(f"documents has dtype {documents.dtype}; expected whole numbers.")
     if key_mask is not None and key_mask.dtype != torch.bool:
         raise ValueError(f"key_mask has dtype {key_mask.dtype}; expected torch.bool.")
-
-
-def _check_lengths(q: Tensor, k: Tensor, documents: Tensor) -> None:
-    sizes = (q.shape[2], k.shape[2], documents.shape[1])
-    if all(isinstance(size, int) for size in sizes) and len(set(sizes)) > 1:
-        raise ValueError(
-            f"{sizes[0]} queries, {sizes[1]} keys and {sizes[2]} document numbers in a row; "
-            "packed documents need as many of each."
-        )
 
 
 def _changes(documents: Tensor) -> Tensor:

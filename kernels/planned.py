@@ -1,4 +1,7 @@
-"""The op that a layer's plan names, on one call's tensors."""
+"""The op that a layer's plan names, on one call's tensors.
+
+Legend: B batch, H query heads, G key/value heads, T queries, S keys, D key size, V value size.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from sparsify.kernels import schemas
+from sparsify.kernels.documents import as_batch, as_packed_row, document_layout
 from sparsify.kernels.proxy import proxy_index
 from sparsify.plans import LayerPlan
 
@@ -20,8 +24,10 @@ def planned_attention(
     v_BGSV: Tensor,
     *,
     scale: float | None = None,
+    documents: Tensor | None = None,
+    key_mask: Tensor | None = None,
+    q_start: Tensor | None = None,
     block_means: Tensor | None = None,
-    **layout: Tensor | None,
 ) -> Tensor:
     """Output `[B, H, T, V]` of the plan's op; every block is attended where the plan says dense.
 
@@ -29,9 +35,48 @@ def planned_attention(
         plan: a layer with a sparse method.
         q_BHTD, k_BGSD, v_BGSV: queries, keys and values after the position encoding.
         scale: of the scores; D ** -0.5 by default.
-        block_means: of MoBA, where a cache keeps them.
-        layout: the ops' layout tensors, by name.
+        documents: `[B or 1, T]`, the number of every token's document: rows hold several documents,
+            each of which is attended as if it were alone. As many keys as queries, and no cache.
+        key_mask: `[B, S]` bool, False where a key is hidden.
+        q_start, block_means: see `moba_attention`; with a cache.
+
+    Raises:
+        ValueError: `documents` are given with a cache.
+        RuntimeError: equal numbers of a row do not stand next to each other.
     """
+    if documents is None:
+        where = {"q_start": q_start, "key_mask": key_mask, "block_means": block_means}
+        return _attention(plan, q_BHTD, k_BGSD, v_BGSV, scale, **where)
+    _check_no_cache(q_BHTD, k_BGSD, q_start, block_means)
+    batch, length = q_BHTD.shape[0], q_BHTD.shape[2]
+    layout = document_layout(documents.expand(batch, -1), key_mask)
+    q_row, k_row, v_row = (as_packed_row(x) for x in (q_BHTD, k_BGSD, v_BGSV))
+    out = _attention(plan, q_row, k_row, v_row, scale, **layout._asdict())
+    return as_batch(out, batch, length)
+
+
+def _check_no_cache(
+    q: Tensor, k: Tensor, q_start: Tensor | None, block_means: Tensor | None
+) -> None:
+    lengths = (q.shape[2], k.shape[2])
+    known = all(isinstance(length, int) for length in lengths)
+    if q_start is not None or block_means is not None or (known and lengths[0] != lengths[1]):
+        raise ValueError(
+            f"documents are given for {lengths[0]} queries and {lengths[1]} keys; "
+            "packed documents need as many of both, and no cache."
+        )
+
+
+def _attention(
+    plan: LayerPlan,
+    q_BHTD: Tensor,
+    k_BGSD: Tensor,
+    v_BGSV: Tensor,
+    scale: float | None,
+    *,
+    block_means: Tensor | None = None,
+    **layout: Tensor | None,
+) -> Tensor:
     block_size, topk = plan.budget
     options: dict[str, Any] = {
         "block_size": block_size,

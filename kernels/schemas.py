@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from types import ModuleType
 from typing import Any
 
@@ -330,7 +331,8 @@ def moba_attention(
     No gradient flows through the choice. Arguments, results and errors are those of the two, and:
 
     Args:
-        min_context: with fewer key slots than this every block is attended.
+        min_context: with fewer key slots than this every block is attended; of packed documents
+            the longest one counts.
         decode_dense: a single query over more keys attends every block.
     """
     lay = (q_start, kv_len, key_mask, block_origin, cu_seqlens_q, cu_seqlens_k, page_table)
@@ -413,10 +415,18 @@ def _with_topk(options: dict[str, Any], q: Tensor, k: Tensor, layout: Layout) ->
     """The options with the top-k in force: all blocks where the call is to be dense."""
     kept = dict(options)
     slots = key_slots(k, layout)
-    short = slots < kept.pop("min_context", 0)
+    short = _longest(slots, layout) < kept.pop("min_context", 0)
     if (kept.pop("decode_dense", False) and q.shape[2] == 1 and slots > 1) or short:
         kept["topk"] = max(kept["topk"], block_count(slots, kept["block_size"]), 1)
     return kept
+
+
+def _longest(slots: int, layout: Layout) -> int:
+    """Key slots of the longest sequence."""
+    cumulative = layout.cu_seqlens_q if layout.cu_seqlens_k is None else layout.cu_seqlens_k
+    if cumulative is None:
+        return slots
+    return max((b - a for a, b in pairwise(cumulative.tolist())), default=0)
 
 
 def _fake_lists(op: _Op) -> Callable[..., Tensor]:

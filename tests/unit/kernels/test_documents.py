@@ -1,12 +1,16 @@
 """Documents packed into the rows of a batch: each of them equals itself run alone."""
 
+import dataclasses
+
 import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from sparsify.kernels import documents as docs
+from sparsify.kernels.planned import planned_attention
 from sparsify.kernels.selection import record_selection
-from tests._util.ops import KINDS, close, make, ops_for, run
+from sparsify.plans import LayerPlan
+from tests._util.ops import KINDS, close, make, run
 
 SIZE, TOPK = 4, 2
 # 29 tokens a row: lengths below one block, at its border, below and beyond top-k blocks, one token
@@ -24,14 +28,12 @@ def table(rows, numbers=None):
 
 
 def packed(kind, case, documents, key_mask=None, **options):
-    sizes = dict(block_size=SIZE, topk=TOPK, **options)
-    if kind == "moba":
-        return docs.packed_moba_attention(
-            *(case[n] for n in ops_for(kind)), documents, key_mask, **sizes
-        )
-    local = "union" if kind == "union" else "inside"
-    tensors = (case[n] for n in ops_for(kind))
-    return docs.packed_msa_attention(*tensors, documents, key_mask, local=local, **sizes)
+    """Output and log-sum-exp of the op on the packed rows, as a batch again."""
+    batch, length = documents.shape
+    row = {name: docs.as_packed_row(x) for name, x in case.items()}
+    where = docs.document_layout(documents, key_mask)._asdict()
+    parts = run(kind, row, SIZE, TOPK, **where, **options)
+    return tuple(docs.as_batch(x, batch, length) for x in parts)
 
 
 def part(case, row, first, last):
@@ -159,12 +161,6 @@ def test_other_tables_are_refused_by_name(documents, mask, words):
         docs.document_layout(documents, mask)
 
 
-def test_queries_over_a_cache_are_refused():
-    case = make(batch=1, queries=3, keys=29)
-    with pytest.raises(ValueError, match="3 queries, 29 keys"):
-        packed("moba", case, table(ROWS[:1]))
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_are_those_of_each_document_alone(kind):
     case = make(kind, batch=2, keys=29)
@@ -190,10 +186,12 @@ def test_documents_are_recorded_as_sequences_of_their_own():
     assert known.sum(1).tolist() == ROWS[0]
 
 
+PLAN = LayerPlan("a", 0, "moba", "rewritten", "by rule", block_size=SIZE, topk=TOPK)
+
+
 class Packed(torch.nn.Module):
     def forward(self, q, k, v, documents, real):
-        sizes = dict(block_size=SIZE, topk=TOPK)
-        return docs.packed_moba_attention(q, k, v, documents, real, **sizes)[0]
+        return planned_attention(PLAN, q, k, v, documents=documents, key_mask=real)
 
 
 def inputs(rows, seed=0):
@@ -227,3 +225,41 @@ def test_it_compiles_without_a_break():
     compiled = torch.compile(Packed(), fullgraph=True, backend="aot_eager", dynamic=True)
     for rows in (ROWS, [[4, 9], [2, 11]]):
         assert close(compiled(*inputs(rows)), Packed()(*inputs(rows)))
+
+
+@pytest.mark.parametrize("method", ["moba", "msa"])
+def test_a_plan_runs_by_document(method):
+    plan = dataclasses.replace(PLAN, method=method, indexer="proxy" if method == "msa" else None)
+    q, k, v, documents, _ = inputs(ROWS)
+    out = planned_attention(plan, q, k, v, documents=documents, scale=0.7)
+    for row, first, last in each(ROWS):
+        alone = (x[row : row + 1, :, first:last] for x in (q, k, v))
+        wanted = planned_attention(plan, *alone, scale=0.7)
+        assert torch.equal(out[row : row + 1, :, first:last], wanted)
+
+
+def test_one_row_of_numbers_serves_every_row():
+    q, k, v, documents, _ = inputs([ROWS[0]] * 3)
+    one, all_of_them = (
+        planned_attention(PLAN, q, k, v, documents=d) for d in (documents[:1], documents)
+    )
+    assert torch.equal(one, all_of_them)
+
+
+def test_documents_over_a_cache_are_refused():
+    q, k, v, documents, _ = inputs(ROWS)
+    with pytest.raises(ValueError, match="3 queries and 29 keys"):
+        planned_attention(PLAN, q[:, :, -3:], k, v, documents=documents[:, -3:])
+    with pytest.raises(ValueError, match="no cache"):
+        planned_attention(PLAN, q, k, v, documents=documents, q_start=torch.zeros(3).long())
+
+
+def test_the_longest_document_decides_whether_the_context_is_long_enough():
+    q, k, v, documents, _ = inputs([[9, 20], [15, 14]])
+    sparse, dense, mixed = (
+        planned_attention(dataclasses.replace(PLAN, **changes), q, k, v, documents=documents)
+        for changes in ({}, {"topk": 100}, {"min_context": 20})
+    )
+    short = dataclasses.replace(PLAN, min_context=21)
+    assert torch.equal(planned_attention(short, q, k, v, documents=documents), dense)
+    assert torch.equal(mixed, sparse) and not close(sparse, dense, 1e-3)
