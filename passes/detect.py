@@ -24,15 +24,15 @@ from sparsify.passes.dataflow import Dataflow, Stream, prove_stream
 from sparsify.passes.frame import Frame
 from sparsify.passes.graphs import number, source_of
 from sparsify.passes.heads import framed, head_layout
+from sparsify.passes.logits import read_logits
 from sparsify.passes.mask_proof import prove_mask
-from sparsify.passes.matchers import sdpa
 from sparsify.passes.matchers.call import AttentionCall
 from sparsify.passes.normalize import normalize
 from sparsify.passes.phase import phase_of
 from sparsify.passes.refused import Refused
 from sparsify.passes.separate import equal_lengths
 
-__all__ = ["Detection", "attention_nodes", "detect"]
+__all__ = ["Detection", "attention_calls", "attention_nodes", "detect"]
 
 Expr = Any
 DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
@@ -55,7 +55,7 @@ class Detection:
 def detect(captured: Captured) -> Detection:
     """Find all attention of a captured model and prove what each site computes."""
     anchors = find_anchors(normalize(captured))
-    prover = _Prover(captured)
+    prover = _Prover(captured, anchors.calls)
     sites: list[AttentionSite] = []
     refusals: list[Refusal] = []
     order = []
@@ -63,9 +63,10 @@ def detect(captured: Captured) -> Detection:
         fqn, ordinal = anchor.fqn, anchor.ordinal
         order.append(site_key(fqn, ordinal))
         try:
-            if anchor.reason is not None:
+            if anchor.call is None:
+                assert anchor.reason is not None
                 raise anchor.reason
-            sites.append(prover.site(anchor.node, fqn, ordinal))
+            sites.append(prover.site(anchor.call, fqn, ordinal))
         except Refused as reason:
             refusals.append(_refusal(reason, anchor.node, fqn, ordinal))
     lookalikes = tuple(
@@ -83,6 +84,13 @@ def attention_nodes(captured: Captured) -> dict[tuple[str, int], Node]:
     return {(anchor.fqn, anchor.ordinal): anchor.node for anchor in found}
 
 
+def attention_calls(captured: Captured) -> dict[tuple[str, int], AttentionCall]:
+    """How every attention call of `attention_nodes` is written, where its form is read. A rewrite
+    replaces `call.out.node`, which has the type and the layout that the graph behind it expects."""
+    found = find_anchors(normalize(captured)).attention
+    return {(anchor.fqn, anchor.ordinal): anchor.call for anchor in found if anchor.call}
+
+
 def _refusal(reason: Refused, node: Node, fqn: str, ordinal: int) -> Refusal:
     return Refusal(
         fqn, ordinal, reason.code, reason.message, reason.evidence, reason.hint, source_of(node)
@@ -92,29 +100,31 @@ def _refusal(reason: Refused, node: Node, fqn: str, ordinal: int) -> Refusal:
 class _Prover:
     """Proves sites of one graph; equal masks are proved once."""
 
-    def __init__(self, captured: Captured) -> None:
+    def __init__(self, captured: Captured, calls: dict[Node, AttentionCall]) -> None:
         self.captured = captured
-        self.flow = Dataflow(captured.graph, captured.inputs)
+        self.flow = Dataflow(captured.graph, captured.inputs, calls)
         self.frozen = changed_in_place(captured.graph)
         self.causal: set[Node] = set()
         self.masks: dict[Any, MaskProof | Refused] = {}
 
-    def site(self, node: Node, fqn: str, ordinal: int) -> AttentionSite:
+    def site(self, call: AttentionCall, fqn: str, ordinal: int) -> AttentionSite:
         """The proved site.
 
         Raises:
             Refused: something is not proved, or not what can be replaced.
         """
-        call = sdpa.read_call(node)
-        _check_call(call)
+        _check_call(call, self.frozen)
         context = self._context(call)
         frame = framed(call, context)
         if context.hidden is None:
             frame = dataclasses.replace(frame, tie=equal_lengths(self.captured, call))
         scale = _scale(call)
+        if call.scores is not None:
+            logits = read_logits(frame, context.evaluator(frame.space))
+            scale, context = scale * logits.factor, dataclasses.replace(context, logits=logits)
         mask, stream = self._mask_and_stream(frame, context)
         heads = head_layout(frame, context)
-        self.causal.add(node)
+        self.causal.add(call.node)
         return AttentionSite(
             fqn=fqn,
             ordinal=ordinal,
@@ -126,7 +136,7 @@ class _Prover:
             phase=phase_of(frame, stream.proof),
             q_len=_length(frame.q_len),
             kv_len=_length(frame.kv_len),
-            source=source_of(node),
+            source=source_of(call.node),
         )
 
     def _context(self, call: AttentionCall) -> Context:
@@ -154,7 +164,7 @@ class _Prover:
 
     def _mask(self, frame: Frame, context: Context) -> MaskProof:
         call = frame.call
-        key = (call.mask, bool(call.is_causal), frame.q_len, frame.kv_len, frame.lead)
+        key = (call.mask, call.scores, bool(call.is_causal), frame.q_len, frame.kv_len, frame.lead)
         if key not in self.masks:
             self.masks[key] = _outcome(lambda: prove_mask(frame, context))
         known = self.masks[key]
@@ -170,8 +180,8 @@ def _outcome(prove: Callable[[], Any]) -> Any:
         return reason
 
 
-def _check_call(call: AttentionCall) -> None:
-    """What stands in the call itself: dropout, flags, dtypes."""
+def _check_call(call: AttentionCall, frozen: frozenset[Node]) -> None:
+    """What stands in the call itself: dropout, flags, dtypes, and when its operands are read."""
     if call.dropout_p != 0.0:
         raise Refused(
             "DROPOUT",
@@ -181,6 +191,11 @@ def _check_call(call: AttentionCall) -> None:
         )
     if isinstance(call.is_causal, Node):
         raise Refused("MASK_UNPROVED", "is_causal is computed while the model runs")
+    changed = [o.node.name for o in call.operands if o.node in frozen]
+    if call.scores is not None and changed:
+        # the products read them at two times, an operator at one
+        message = "the operands are changed in place while attention is written out"
+        raise Refused("FORM_UNSUPPORTED", message, ", ".join(changed))
     if len(call.dtypes) != 1 or not call.dtypes <= DTYPES:
         names = ", ".join(sorted(str(dtype) for dtype in call.dtypes))
         raise Refused(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import networkx as nx
 from torch.fx import Graph, Node
 
 from sparsify.passes.graphs import aten, holds_data, is_shape_only, is_tensor, op_name
 from sparsify.passes.matchers import sdpa
+from sparsify.passes.matchers.call import AttentionCall
 from sparsify.passes.views import EXPANDS, IDENTITY, RESHAPES, RULES, SPLITS
 
 __all__ = ["VIEWS", "Dataflow"]
@@ -26,14 +27,22 @@ class Dataflow:
     Args:
         graph: the captured graph.
         inputs: names of the placeholders of the user's tensors.
+        calls: the attention of the graph by the node of its result, each one step of the flow;
+            only what is one operator if None.
     """
 
-    def __init__(self, graph: Graph, inputs: Iterable[str]) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        inputs: Iterable[str],
+        calls: Mapping[Node, AttentionCall] | None = None,
+    ) -> None:
+        self.calls = sdpa.calls_of(graph) if calls is None else calls
         self.order = {node: position for position, node in enumerate(graph.nodes)}
         self.graph = nx.DiGraph()
         self.graph.add_nodes_from(self.order)
         for node in self.order:
-            self.graph.add_edges_from((source, node) for source in _data_of(node))
+            self.graph.add_edges_from((source, node) for source in self._data_of(node))
         wanted = set(inputs)
         self.inputs = [n for n in self.order if n.op == "placeholder" and n.name in wanted]
         self._parents: dict[Node, dict[Node, Node]] = {}
@@ -54,6 +63,13 @@ class Dataflow:
         shared = frozenset.intersection(*(self.inputs_of(value) for value in values))
         found = [node for root in shared if (node := self._common(root, values)) is not None]
         return max(found, key=lambda node: self.order[node], default=None)
+
+    def _data_of(self, node: Node) -> list[Node]:
+        if is_shape_only(node):
+            return []
+        if node in self.calls:
+            return [operand.node for operand in self.calls[node].operands]
+        return [source for source in node.all_input_nodes if holds_data(source)]
 
     def _reaching(self) -> dict[Node, frozenset[Node]]:
         roots = set(self.inputs)
@@ -99,11 +115,3 @@ def _leads_to_pieces(node: Node) -> bool:
     if name in PIECES:
         return True
     return name in VIEWS and all(_leads_to_pieces(user) for user in node.users)
-
-
-def _data_of(node: Node) -> list[Node]:
-    if is_shape_only(node):
-        return []
-    if sdpa.is_anchor(node):
-        return [operand.node for operand in sdpa.read_call(node).operands]
-    return [source for source in node.all_input_nodes if holds_data(source)]

@@ -7,6 +7,7 @@ rule becomes an uninterpreted function of its index, so that nothing is ever ass
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,6 +51,8 @@ class Evaluator:
         captured: gives the values of buffers and constants.
         space: the index symbols in use.
         frozen: nodes that an in-place operator may change later; they are not read.
+
+    `given` holds rules of single nodes, which go before those of their operators.
     """
 
     def __init__(
@@ -58,6 +61,7 @@ class Evaluator:
         self.captured, self.space, self.frozen = captured, space, frozen
         self.values = Values(space)
         self.leaves: dict[str, Leaf] = {}
+        self.given: dict[Node, Callable[[Index], Value]] = {}
         self._known: dict[tuple[Node, Index], Value] = {}
 
     def value(self, node: Node, index: Index) -> Value:
@@ -97,6 +101,8 @@ class Evaluator:
     def _read(self, node: Node, index: Index) -> Value:
         from sparsify.passes.index_ops import RULES  # the rules call back into this class
 
+        if node in self.given:
+            return self.given[node](index)
         if node.op == "placeholder":
             return self._state(node, index)
         if node.op != "call_function":

@@ -143,10 +143,21 @@ def _of_number(function: Callable[[float], float]) -> Callable[[Expr], Expr]:
             raise Unreadable("a function of a value that is no number")
         try:
             return expression(float(function(float(value))))
-        except (ValueError, OverflowError):
+        except (ArithmeticError, TypeError, ValueError):
             raise Unreadable("not a number") from None
 
     return apply
+
+
+def _power(ev: Evaluator, node: Node, index: Index) -> Value:
+    base, exponent = (ev.operand(value, index) for value in node.args[:2])
+
+    def power(a: Expr, b: Expr) -> Expr:
+        if not b.is_number:
+            raise Unreadable("a power that is no number")
+        return _of_number(lambda x: x ** float(b))(a)
+
+    return ev.values.apply(power, base, exponent)
 
 
 def _log(value: float) -> float:
@@ -186,12 +197,19 @@ def _clamp(ev: Evaluator, node: Node, index: Index) -> Value:
 
     def clamp(number: Expr) -> Expr:
         if not number.is_number:
+            if high is None and _is_lowest(low, dtype_of(node)):
+                return number  # no finite number of this type is lower
             raise Unreadable("a clamp of a value that is no number")
         if low is not None:
             number = max(number, expression(low), key=float)
         return number if high is None else min(number, expression(high), key=float)
 
     return ev.values.apply(clamp, value)
+
+
+def _is_lowest(value: Any, dtype: torch.dtype) -> bool:
+    number = isinstance(value, int | float)
+    return number and dtype.is_floating_point and value <= torch.finfo(dtype).min
 
 
 def _extreme(pick: Callable[..., Any]) -> Rule:
@@ -244,6 +262,10 @@ RULES: dict[str, Rule] = {
     **_named(_unary(sympy.Abs), "abs"),
     **_named(_unary(_of_number(_log)), "log"),
     **_named(_unary(_of_number(math.exp)), "exp"),
+    **_named(_unary(_of_number(math.sqrt)), "sqrt"),
+    **_named(_unary(_of_number(lambda x: x**-0.5)), "rsqrt"),
+    **_named(_unary(_of_number(lambda x: 1 / x)), "reciprocal"),
+    **_named(_power, "pow"),
     **_named(_where, "where"),
     **_named(_masked_fill, "masked_fill"),
     **_named(_triangle("le"), "tril"),

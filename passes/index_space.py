@@ -68,6 +68,9 @@ class IndexSpace:
         quotient, rest = _split(expr, n)
         if rest == 0 or self._within(rest, n):
             return self.tidy(quotient), rest
+        coarse = self._coarse(rest, n)
+        if coarse is not None:
+            return self.tidy(quotient + coarse[0]), coarse[1]
         inner = _nested_floor(rest, n)
         floor = inner if inner is not None else sympy.floor(rest / n)
         return self.tidy(quotient + floor), sympy.Mod(rest, n)
@@ -86,6 +89,19 @@ class IndexSpace:
     def covers(self, expr: Expr, size: Expr) -> bool:
         """Whether `expr` is a free index that runs over all of an axis of `size`."""
         return expr.is_Symbol and self.sizes.get(expr) == size and expr not in self.bounds
+
+    def _coarse(self, expr: Expr, n: Expr) -> tuple[Expr, Expr] | None:
+        """Division of g*x + r by g*m, where 0 <= r < g: x // m, and g * (x % m) + r."""
+        terms = [term.as_coeff_Mul() for term in sympy.Add.make_args(expr)]
+        if not (n.is_Integer and all(c.is_Integer for c, _ in terms)):
+            return None
+        for g in sorted({abs(c) for c, _ in terms}, reverse=True):
+            fine = sympy.Add(*(c * body for c, body in terms if c % g != 0))
+            if g > 1 and n % g == 0 and self._within(fine, g):
+                x = sympy.Add(*(c // g * body for c, body in terms if c % g == 0))
+                quotient, rest = self.divmod(x, n // g)
+                return quotient, sympy.expand(g * rest + fine)
+        return None
 
     def _within(self, expr: Expr, n: Expr) -> bool:
         low, high = self.lower(expr), self.upper(expr)

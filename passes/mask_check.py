@@ -11,6 +11,7 @@ from typing import Any
 
 import sympy
 import torch
+from torch.fx import Node
 
 from sparsify.passes.capture import Captured
 from sparsify.passes.frame import Frame
@@ -34,12 +35,26 @@ MAX_ELEMENTS = 90_000_000
 
 
 class NumericCheck:
-    """Runs one mask of a site on numbers."""
+    """Runs one mask of a site on numbers.
 
-    def __init__(self, captured: Captured, frame: Frame) -> None:
-        assert frame.call.mask is not None
-        self.captured, self.frame, self.mask = captured, frame, frame.call.mask
-        self.slice = Slice(captured, self.mask, frame.call.node)
+    Args:
+        captured: gives the values of buffers and constants.
+        frame: the site's indices.
+        mask: the boolean or float tensor that hides keys; the one of the call by default.
+        cut: a node in its sub-graph whose values will be given.
+    """
+
+    def __init__(
+        self,
+        captured: Captured,
+        frame: Frame,
+        mask: Node | None = None,
+        cut: Node | None = None,
+    ) -> None:
+        mask = frame.call.mask if mask is None else mask
+        assert mask is not None
+        self.captured, self.frame, self.mask = captured, frame, mask
+        self.slice = Slice(captured, mask, frame.call.node, cut)
         self.lengths = set(frame.q_len.free_symbols) | set(frame.call.kv_len.free_symbols)
 
     def counterexample(
@@ -58,7 +73,7 @@ class NumericCheck:
         for length in (SHORT_LENGTH, max(LONG_LENGTH, beyond)):
             sizes = self._sizes(length)
             inputs = self._inputs(sizes, padded, table)
-            seen = _visible(self.slice.run(sizes, inputs))
+            seen = self._seen(sizes, inputs)
             expected = self._causal(sizes)
             if padding is not None:
                 expected = expected & self._like(seen, sizes, inputs[padding].bool()[:, None])
@@ -70,6 +85,10 @@ class NumericCheck:
             if found is not None:
                 return found
         return None
+
+    def _seen(self, sizes: dict[Expr, int], inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Which keys are visible, in the axes of the mask."""
+        return _visible(self.slice.run(sizes, inputs))
 
     def _table(self, documents: str) -> Slice:
         """What the table of document numbers depends on."""

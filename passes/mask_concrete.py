@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from sparsify.passes.aliases import mutations_of
 from sparsify.passes.capture import Captured
 from sparsify.passes.graphs import dtype_of, expression, is_shape_only, is_tensor, shape_of
+from sparsify.passes.matchers.products import added
 
 __all__ = [
     "NotRunnable",
@@ -46,11 +47,12 @@ class Slice:
         captured: gives the values of buffers and constants.
         node: whose value is wanted.
         user: who reads it; what changes the value in place before that belongs to the slice.
+        cut: a product whose values are given to `run`; what it is made of is left out.
     """
 
-    def __init__(self, captured: Captured, node: Node, user: Node) -> None:
-        self.captured, self.node = captured, node
-        self.nodes = _closure(node, user)
+    def __init__(self, captured: Captured, node: Node, user: Node, cut: Node | None = None) -> None:
+        self.captured, self.node, self.cut = captured, node, cut
+        self.nodes = _closure(node, user, cut)
 
     def model_inputs(self) -> list[Node]:
         """Placeholders of the user's tensors that the value depends on."""
@@ -78,8 +80,13 @@ class Slice:
             out[symbol] = wanted if high is None else min(wanted, high)
         return out
 
-    def run(self, sizes: Sizes, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """The node's value with these sizes and model inputs.
+    def run(
+        self,
+        sizes: Sizes,
+        inputs: Mapping[str, torch.Tensor],
+        product: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """The node's value with these sizes, model inputs and values of the cut product.
 
         Raises:
             NotRunnable: values are missing, or an operator fails at these sizes.
@@ -87,7 +94,10 @@ class Slice:
         known: dict[Node, Any] = {}
         with torch.no_grad():
             for node in self.nodes:
-                known[node] = self._value(node, known, sizes, inputs)
+                if node is self.cut and product is not None:
+                    known[node] = _with_addend(node, product, known)
+                else:
+                    known[node] = self._value(node, known, sizes, inputs)
         value = known[self.node]
         if not isinstance(value, torch.Tensor):
             raise NotRunnable(f"{self.node.name} is no tensor")
@@ -168,11 +178,12 @@ def _borders(shape: tuple[int, ...]) -> torch.Tensor:
     return begins
 
 
-def _closure(node: Node, user: Node) -> list[Node]:
+def _closure(node: Node, user: Node, cut: Node | None) -> list[Node]:
     """Everything needed to compute `node`, in graph order, in-place operators included."""
     found, todo = {node}, [node]
     while todo:
-        for source in _needed(todo.pop()):
+        current = todo.pop()
+        for source in _addends(current) if current is cut else _needed(current):
             if source not in found:
                 found.add(source)
                 todo.append(source)
@@ -188,6 +199,22 @@ def _needed(node: Node) -> Iterator[Node]:
     for source in node.all_input_nodes:
         if not (shape_only and source is node.args[0]):
             yield source
+
+
+def _addends(node: Node) -> list[Node]:
+    """What a product adds, unless it counts nothing."""
+    addend = added(node)
+    return [] if addend is None or addend[1] == 0 else [addend[0]]
+
+
+def _with_addend(node: Node, product: torch.Tensor, known: Mapping[Node, Any]) -> torch.Tensor:
+    """The value of a node whose product of matrices is given."""
+    addend = added(node)
+    if addend is None:
+        return product
+    tensor, beta, alpha = addend
+    value: torch.Tensor = alpha * product + (beta * known[tensor] if beta else 0)
+    return value
 
 
 def _shaped(node: Node, sizes: Sizes) -> torch.Tensor:

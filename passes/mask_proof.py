@@ -18,12 +18,14 @@ from sparsify.passes.capture import Captured
 from sparsify.passes.context import Context
 from sparsify.passes.frame import Frame
 from sparsify.passes.graphs import dtype_of, number
+from sparsify.passes.index_expr import Evaluator
+from sparsify.passes.logits_check import LogitsCheck
 from sparsify.passes.mask_check import NumericCheck
 from sparsify.passes.mask_concrete import NotRunnable
 from sparsify.passes.mask_documents import Documents, within_document
 from sparsify.passes.mask_formula import Shape, decide
 from sparsify.passes.mask_unknown import unknown
-from sparsify.passes.mask_values import visibility
+from sparsify.passes.mask_values import Visibility, visibility
 from sparsify.passes.refused import Refused
 
 __all__ = ["prove_mask"]
@@ -45,7 +47,7 @@ def prove_mask(frame: Frame, context: Context) -> MaskProof:
     Raises:
         Refused: with the code that says what the mask is instead, or why it is not known.
     """
-    if frame.call.mask is None:
+    if frame.call.mask is None and context.logits is None:
         return _without_tensor(context.captured, frame)
     if frame.call.is_causal:
         raise Refused("FORM_UNSUPPORTED", "a mask and is_causal are given together")
@@ -128,18 +130,27 @@ def _lengths(captured: Captured, frame: Frame) -> tuple[str, ...]:
     return (f"the number of queries is {limits}, as captured",)
 
 
+def _read(frame: Frame, context: Context) -> tuple[Visibility, Evaluator, NumericCheck]:
+    """The visibility, what it was read by, and its check by numbers."""
+    captured, mask, logits = context.captured, frame.call.mask, context.logits
+    if logits is not None:
+        return logits.visibility, logits.evaluator, LogitsCheck(captured, frame, logits.factor)
+    assert mask is not None
+    evaluator = context.evaluator(frame.space)
+    value = evaluator.value(mask, frame.mask_index(mask))
+    seen = visibility(value, dtype_of(mask), evaluator, frame.h)
+    return seen, evaluator, NumericCheck(captured, frame)
+
+
 class _Proof:
-    """One mask tensor: read, decided, checked."""
+    """One mask, a tensor or part of the scores: read, decided, checked."""
 
     def __init__(self, frame: Frame, context: Context) -> None:
-        assert frame.call.mask is not None
-        self.captured, self.frame, self.mask = context.captured, frame, frame.call.mask
-        self.evaluator = context.evaluator(frame.space)
-        self.check = NumericCheck(context.captured, frame)
+        self.captured, self.frame = context.captured, frame
+        self.seen, self.evaluator, self.check = _read(frame, context)
 
     def run(self) -> MaskProof:
-        value = self.evaluator.value(self.mask, self.frame.mask_index(self.mask))
-        seen = visibility(value, dtype_of(self.mask), self.evaluator, self.frame.h)
+        seen = self.seen
         formula = seen.formula.subs(self.frame.tie)
         evidence = _shown(formula)
         documents = within_document(formula, self.evaluator, self.frame)
@@ -244,5 +255,5 @@ def _is_sign_only(formula: Any, pad: Expr) -> bool:
 
 
 def _shown(formula: Any) -> str:
-    text = str(formula)
+    text = "no mask" if formula == sympy.true else str(formula)
     return text if len(text) <= LONGEST_EVIDENCE else text[:LONGEST_EVIDENCE] + "..."

@@ -19,7 +19,7 @@ from sparsify.passes.index_expr import Evaluator, Leaf
 from sparsify.passes.index_values import Cases
 from sparsify.passes.refused import Refused
 
-__all__ = ["SOFTEST_FILL", "Visibility", "visibility"]
+__all__ = ["SOFTEST_FILL", "Visibility", "check_fill", "constants", "is_visible", "visibility"]
 
 Expr = Any
 SOFTEST_FILL = -1e4
@@ -46,17 +46,20 @@ def visibility(value: Any, dtype: torch.dtype, evaluator: Evaluator, head: Expr)
     items = value.items if isinstance(value, Cases) else ((sympy.true, values.number(value)),)
     parts = []
     for condition, number in items:
-        for extra, constant in _constants(number, evaluator, head, assumptions):
-            seen = _is_visible(constant, dtype, assumptions)
-            if seen:
+        for extra, constant in constants(number, evaluator, head, assumptions):
+            if is_visible(constant, dtype, assumptions):
                 parts.append(sympy.And(condition, extra))
     return Visibility(sympy.Or(*parts), tuple(dict.fromkeys(assumptions)))
 
 
-def _constants(
+def constants(
     number: Expr, evaluator: Evaluator, head: Expr, assumptions: list[str]
 ) -> list[tuple[Any, Expr]]:
-    """The constants that `number` can be, each with its condition."""
+    """The constants that `number` can be, each with its condition.
+
+    Raises:
+        Refused: it depends on more than a padding mask.
+    """
     if number.is_number:
         return [(sympy.true, number)]
     functions = number.atoms(AppliedUndef)
@@ -81,7 +84,12 @@ def _is_flag(leaf: Leaf) -> bool:
     return leaf.kind == "input" and value.dim() == 2 and not value.dtype.is_floating_point
 
 
-def _is_visible(constant: Expr, dtype: torch.dtype, assumptions: list[str]) -> bool:
+def is_visible(constant: Expr, dtype: torch.dtype, assumptions: list[str]) -> bool:
+    """Whether adding `constant` to a score leaves the key visible, and does nothing else.
+
+    Raises:
+        Refused: LOGIT_BIAS or FILL_NOT_MASKING when it neither keeps the score nor hides the key.
+    """
     value = float(constant)
     if value == 0:
         return True
@@ -99,9 +107,30 @@ def _is_visible(constant: Expr, dtype: torch.dtype, assumptions: list[str]) -> b
             f"it adds {value:g}; {SOFTEST_FILL:g} or less counts as hiding",
             "Fill with -inf.",
         )
-    if value > torch.finfo(dtype).min / 2:
-        assumptions.append(f"adding {value:g} hides a key: no logit comes near its size")
+    _assume(f"adding {value:g}", value, dtype, assumptions)
     return False
+
+
+def check_fill(constant: Expr, dtype: torch.dtype, assumptions: list[str]) -> None:
+    """Refuse a number in the place of a score that does not hide the key.
+
+    Raises:
+        Refused: FILL_NOT_MASKING.
+    """
+    value = float(constant)
+    if value > SOFTEST_FILL:
+        raise Refused(
+            "FILL_NOT_MASKING",
+            "the fill value of the mask is too large to hide a key",
+            f"scores become {value:g}; {SOFTEST_FILL:g} or less counts as hiding",
+            "Fill with -inf.",
+        )
+    _assume(f"filling with {value:g}", value, dtype, assumptions)
+
+
+def _assume(doing: str, value: float, dtype: torch.dtype, assumptions: list[str]) -> None:
+    if value > torch.finfo(dtype).min / 2:
+        assumptions.append(f"{doing} hides a key: no logit comes near its size")
 
 
 def _no_mask(number: Expr, leaves: list[Leaf], head: Expr) -> Refused:

@@ -13,7 +13,7 @@ from torch.fx import Node
 
 from sparsify.passes.graphs import dtype_of, shape_of
 
-__all__ = ["AttentionCall", "Operand", "as_is"]
+__all__ = ["AttentionCall", "Operand", "Scores", "as_is", "turned"]
 
 Expr = Any
 Index = tuple[Expr, ...]
@@ -58,6 +58,31 @@ def as_is(node: Node) -> Operand:
     return Operand(node, tuple(range(len(shape_of(node)))))
 
 
+def turned(operand: Operand) -> Operand:
+    """The operand with the last two canonical axes exchanged."""
+    return Operand(operand.node, (*operand.order[:-2], operand.order[-1], operand.order[-2]))
+
+
+@dataclass(frozen=True)
+class Scores:
+    """The scores of an attention that is written out as products and a softmax.
+
+    `product` `[..., L, S]` multiplies queries and keys; `softmax` is the node that turns what
+    became of the product into the weights; `weights` `[..., L, S]` is what multiplies the values.
+    """
+
+    product: Operand
+    softmax: Node
+    weights: Operand
+
+    @property
+    def logits(self) -> Node:
+        """What the softmax takes."""
+        source = self.softmax.args[0]
+        assert isinstance(source, Node)
+        return source
+
+
 @dataclass(frozen=True)
 class AttentionCall:
     """One attention, however it is written.
@@ -66,6 +91,10 @@ class AttentionCall:
     node that a rewrite replaces. `mask` is a boolean or additive tensor that is broadcast to
     `[..., L, S]`; `scale` is None when the call leaves it to the default, 1/sqrt(D); `enable_gqa`
     repeats KV head g for the query heads of group g. `pattern` names the form.
+
+    `scores` is given when the attention is written out. What hides keys, and the rest of the
+    scale, then stand between `scores.product` and the softmax: `mask` is None, and `scale` holds
+    only the constant factors that q and k are multiplied by on their way into the product.
     """
 
     pattern: str
@@ -78,6 +107,7 @@ class AttentionCall:
     is_causal: Any
     scale: Any
     enable_gqa: bool
+    scores: Scores | None = None
 
     @property
     def node(self) -> Node:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from torch.fx import Node
+from torch.fx import Graph, Node
 
 from sparsify.passes.graphs import argument, op_name
 from sparsify.passes.matchers.call import AttentionCall, as_is
 
-__all__ = ["is_anchor", "read_call"]
+__all__ = ["calls_of", "is_anchor", "read_call"]
 
 
 def is_anchor(node: Node) -> bool:
@@ -29,3 +29,8 @@ def read_call(node: Node) -> AttentionCall:
         scale=argument(node, "scale"),
         enable_gqa=bool(argument(node, "enable_gqa", False)),
     )
+
+
+def calls_of(graph: Graph) -> dict[Node, AttentionCall]:
+    """All such calls of a graph, by their nodes."""
+    return {node: read_call(node) for node in graph.nodes if is_anchor(node)}

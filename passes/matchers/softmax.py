@@ -1,42 +1,38 @@
 """Anchor: a softmax between two matrix products, attention spelt out by hand.
 
-Such sites are found and named, not proved yet: each becomes a refusal, with a better code than
-FORM_UNSUPPORTED where one is plain to see. A softmax that is no attention (a router's, a
-classifier's, a memory lookup's) is told apart by its scores: they are no product of queries and
-keys.
+A softmax that is no attention (a router's, a classifier's, a memory lookup's) is told apart by its
+scores: they are no product of queries and keys. How the axes of both products belong together is
+read by index arithmetic: row i and key j of the weights are followed back to the scores.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import Any
 
 from torch.fx import Node
 
 from sparsify.passes.dominators import Dataflow
-from sparsify.passes.graphs import argument, aten, is_tensor, op_name, shape_of
-from sparsify.passes.reads import is_pointwise
+from sparsify.passes.graphs import argument, aten, op_name, shape_of
+from sparsify.passes.index_expr import Evaluator
+from sparsify.passes.index_space import IndexSpace, Ranges
+from sparsify.passes.matchers.call import AttentionCall, Scores, turned
+from sparsify.passes.matchers.operands import peeled
+from sparsify.passes.matchers.products import Product, read_product
+from sparsify.passes.matchers.softmax_checks import check
+from sparsify.passes.matchers.softmax_walk import (
+    Surroundings,
+    scores_index,
+    softmax_index,
+    surroundings,
+)
 from sparsify.passes.refused import Refused
-from sparsify.passes.views import EXPANDS, IDENTITY, RESHAPES, RULES
 
-__all__ = ["is_anchor", "judge"]
+__all__ = ["is_anchor", "place_of", "read_call"]
 
+Expr = Any
+Index = tuple[Expr, ...]
 SOFTMAXES = aten("softmax _softmax _safe_softmax")
-PRODUCTS = aten("matmul bmm mm baddbmm einsum")
-VIEWS = EXPANDS | IDENTITY | RESHAPES | frozenset(RULES)
-JOINING = aten("cat concat amax")
-
-
-@dataclass(frozen=True)
-class _Match:
-    """A softmax with the products before it and, if there are any, behind it."""
-
-    softmax: Node
-    scores: tuple[Node, ...]
-    chain: frozenset[Node]
-    values: tuple[Node, ...]
-    between: tuple[Node, ...]
-    others: tuple[Node, ...]
+HINT = "Use torch.nn.functional.scaled_dot_product_attention."
 
 
 def is_anchor(node: Node) -> bool:
@@ -44,147 +40,117 @@ def is_anchor(node: Node) -> bool:
     return op_name(node) in SOFTMAXES
 
 
-def judge(node: Node, flow: Dataflow) -> Refused:
-    """Why this softmax is not replaced; NOT_ATTENTION when it is no attention at all."""
-    match = _match(node, flow)
-    if not match.scores or not match.values:
-        what = "scores of queries and keys" if not match.scores else "a product with values"
-        return Refused("NOT_ATTENTION", f"a softmax without {what}", node.name)
-    return _reason(match, flow)
+def place_of(node: Node, flow: Dataflow) -> Node:
+    """The node by which the attention around a softmax is named: the product with the values."""
+    return next(iter(surroundings(node, flow).values), node)
 
 
-def _reason(match: _Match, flow: Dataflow) -> Refused:
-    dim, rank = argument(match.softmax, "dim", -1), len(shape_of(match.softmax))
-    if dim not in (-1, rank - 1):
-        return Refused("SOFTMAX_AXIS", "the softmax does not run over the keys", f"dim={dim}")
-    inside = {op_name(node) for node in match.chain}
-    if "aten.tanh" in inside:
-        return Refused("SOFTCAP", "the scores are capped by tanh", _names(match.chain, "tanh"))
-    if inside & {"aten.cat", "aten.concat"}:
-        return Refused("ATTENTION_SINK", "the softmax has an extra column", match.softmax.name)
-    if match.between:
-        evidence = ", ".join(node.name for node in match.between)
-        return Refused("WEIGHTS_MODIFIED", "the attention weights are changed", evidence)
-    if match.others:
-        evidence = f"also used by {', '.join(node.name for node in match.others)}"
-        return Refused("WEIGHTS_USED", "the attention weights are used elsewhere", evidence)
-    return _about_scores(match, flow)
+def read_call(node: Node, flow: Dataflow, evaluator: Evaluator) -> AttentionCall:
+    """The attention around a softmax.
+
+    Args:
+        node: the softmax.
+        flow: which inputs a value depends on.
+        evaluator: reads constant factors.
+
+    Raises:
+        Refused: NOT_ATTENTION, or why the form cannot be replaced.
+    """
+    around = surroundings(node, flow)
+    check(around, flow)
+    return _Form(around, evaluator.space.ranges).call(evaluator)
 
 
-def _about_scores(match: _Match, flow: Dataflow) -> Refused:
-    inside = match.chain | {match.softmax, *match.scores}
-    for node in (*match.scores, *match.chain):
-        outside = [user for user in node.users if user not in inside and is_tensor(user)]
-        if outside or any(user.op == "output" for user in node.users):
-            evidence = f"{node.name} is also used by {', '.join(u.name for u in outside)}"
-            return Refused("SCORES_USED", "the scores are used elsewhere", evidence)
-    for node in match.chain:
-        factor = _data_factor(node, match, flow)
-        if factor is not None:
-            return Refused(
-                "SCALE_NOT_CONSTANT", "the scores are scaled by computed values", factor.name
-            )
+class _Form:
+    """Both products of a written-out attention, and how their axes belong together."""
+
+    def __init__(self, around: Surroundings, ranges: Ranges) -> None:
+        self.around, self.space = around, IndexSpace(ranges)
+        self.scores, self.values = _product(around.scores[0]), self._values()
+        out, weights = self.values.out, self.values.left
+        self.lead = tuple(self.space.index(f"n{a}", s) for a, s in enumerate(out.shape[:-2]))
+        self.i = self.space.index("i", out.shape[-2])
+        self.j = self.space.index("j", weights.shape[-1])
+
+    def call(self, evaluator: Evaluator) -> AttentionCall:
+        """The attention, its operands in front of permutations and constant factors."""
+        scores = self._aligned(self._at_scores())
+        q, q_factor = peeled(scores.left, evaluator)
+        k, k_factor = peeled(scores.right, evaluator)
+        v, _ = peeled(turned(self.values.right), None)
+        return AttentionCall(
+            pattern=self._pattern(),
+            out=self.values.out,
+            q=q,
+            k=k,
+            v=v,
+            mask=None,
+            dropout_p=0.0,
+            is_causal=False,
+            scale=q_factor * k_factor,
+            enable_gqa=False,
+            scores=Scores(scores.out, self.around.softmax, self.values.left),
+        )
+
+    def _values(self) -> Product:
+        """The product with the values, seen with the weights on the left."""
+        product = _product(self.around.values[0])
+        sides = [p for p in (product, product.swapped()) if p.left.node in self.around.weights]
+        if len(sides) != 1:
+            raise _unsupported("the weights are multiplied by themselves", product.out.node)
+        return sides[0]
+
+    def _at_scores(self) -> Index:
+        """Element of the scores' product for row i and key j, in its canonical axes."""
+        softmax, weights = self.around.softmax, self.values.left
+        index = softmax_index(weights, softmax, (*self.lead, self.i, self.j), self.space)
+        if index is None:
+            raise _unsupported("the weights are rearranged", weights.node)
+        dim = argument(softmax, "dim", -1) % len(index)
+        if index[dim] != self.j:
+            raise Refused("SOFTMAX_AXIS", "the softmax does not run over the keys", f"dim={dim}")
+        if shape_of(softmax)[dim] != weights.shape[-1]:
+            evidence = f"{weights.shape[-1]} of {shape_of(softmax)[dim]} columns"
+            raise Refused("WEIGHTS_MODIFIED", "a part of the attention weights is used", evidence)
+        found = scores_index(self.around, index, self.space)
+        return tuple(found[axis] for axis in self.scores.out.order)
+
+    def _aligned(self, index: Index) -> Product:
+        """The scores' product with the queries on the left and the result's leading axes."""
+        product, node = self.scores, self.scores.out.node
+        if index[-2:] != (self.i, self.j):
+            product, index = product.swapped(), (*index[:-2], index[-1], index[-2])
+        if index[-2:] != (self.i, self.j):
+            evidence = f"row i and key j read element {index} of {node.name}"
+            raise Refused("SCORES_MODIFIED", "the scores are rearranged", evidence)
+        lead = index[:-2]
+        if lead != self.lead:
+            if set(lead) != set(self.lead) or len(set(lead)) < len(lead):
+                raise _unsupported("batch and heads of the scores lie otherwise", node)
+            product = product.leading(tuple(lead.index(entry) for entry in self.lead))
+        if product.out.shape != (*self.values.out.shape[:-1], self.values.left.shape[-1]):
+            evidence = f"{node.name} has the shape {product.out.shape}"
+            raise Refused("SCORES_MODIFIED", "a part of the scores is used", evidence)
+        return product
+
+    def _pattern(self) -> str:
+        names = {op_name(p.out.node) for p in (self.scores, self.values)}
+        if "aten.einsum" in names:
+            return "einsum"
+        return "baddbmm" if op_name(self.scores.out.node) == "aten.baddbmm" else "softmax"
+
+
+def _product(node: Node) -> Product:
+    product = read_product(node)
+    if product is None:
+        raise _unsupported("a product of other axes", node)
+    return product
+
+
+def _unsupported(what: str, node: Node) -> Refused:
     return Refused(
         "FORM_UNSUPPORTED",
-        "attention written as separate matmul and softmax; not rewritten yet",
-        f"{match.scores[0].name}, {match.softmax.name}, {match.values[0].name}",
-        "Use torch.nn.functional.scaled_dot_product_attention.",
+        f"attention written out in a form that is not read: {what}",
+        f"{node.name} of shape {tuple(shape_of(node))}",
+        HINT,
     )
-
-
-def _data_factor(node: Node, match: _Match, flow: Dataflow) -> Node | None:
-    """The other operand of a product or quotient on the scores, when it depends on the input."""
-    if op_name(node) not in aten("mul div true_divide multiply divide"):
-        return None
-    own = match.chain | set(match.scores)
-    others = [s for s in node.all_input_nodes if s not in own and is_tensor(s)]
-    return next((other for other in others if flow.inputs_of(other)), None)
-
-
-def _match(node: Node, flow: Dataflow) -> _Match:
-    chain, scores = _scores(node, flow)
-    values: list[Node] = []
-    between: list[Node] = []
-    others: list[Node] = []
-    for user, changed in _uses(node):
-        if op_name(user) in PRODUCTS:
-            values.append(user)
-            between += changed
-        else:
-            others.append(user)
-    return _Match(
-        node, tuple(scores), frozenset(chain), tuple(values), tuple(between), tuple(others)
-    )
-
-
-def _scores(softmax: Node, flow: Dataflow) -> tuple[list[Node], list[Node]]:
-    """Elementwise steps before the softmax, and the products of two data tensors behind them."""
-    chain: list[Node] = []
-    scores: list[Node] = []
-    seen, todo = set(), [softmax.args[0]]
-    while todo:
-        node = todo.pop()
-        if not isinstance(node, Node) or node in seen or not is_tensor(node):
-            continue
-        seen.add(node)
-        if op_name(node) in PRODUCTS:
-            if _is_query_key(node, flow):
-                scores.append(node)
-        elif _passes(node):
-            chain.append(node)
-            todo += node.all_input_nodes
-    return [n for n in chain if _leads_from(n, set(scores))], scores
-
-
-def _is_query_key(product: Node, flow: Dataflow) -> bool:
-    """Both factors depend on the model's inputs: a Parameter as keys is a memory or a gate."""
-    factors = [s for s in product.all_input_nodes if is_tensor(s)][-2:]
-    return all(flow.inputs_of(factor) for factor in factors)
-
-
-def _passes(node: Node) -> bool:
-    name = op_name(node)
-    return name in VIEWS or name in JOINING or is_pointwise(node)
-
-
-def _leads_from(node: Node, sources: set[Node]) -> bool:
-    seen, todo = set(), [node]
-    while todo:
-        current = todo.pop()
-        if current in sources:
-            return True
-        if current in seen or not (_passes(current) or current is node):
-            continue
-        seen.add(current)
-        todo += current.all_input_nodes
-    return False
-
-
-def _uses(node: Node, changed: tuple[Node, ...] = ()) -> Iterator[tuple[Node, tuple[Node, ...]]]:
-    """Where the weights go: a product with values, or anything else; with what changes them."""
-    for user in node.users:
-        name = op_name(user)
-        if name in VIEWS or name == "getitem":
-            yield from _uses(user, changed)
-        elif is_pointwise(user) and _reaches_product(user):
-            yield from _uses(user, (*changed, user))
-        elif is_tensor(user) or user.op == "output":
-            yield user, changed
-
-
-def _reaches_product(node: Node) -> bool:
-    todo, seen = [node], set()
-    while todo:
-        current = todo.pop()
-        if current in seen:
-            continue
-        seen.add(current)
-        if op_name(current) in PRODUCTS:
-            return True
-        if op_name(current) in VIEWS or is_pointwise(current):
-            todo += current.users
-    return False
-
-
-def _names(nodes: frozenset[Node], part: str) -> str:
-    return ", ".join(sorted(node.name for node in nodes if part in op_name(node)))

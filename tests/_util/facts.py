@@ -8,7 +8,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from sparsify.ir import MaskKind
-from sparsify.passes.detect import attention_nodes
+from sparsify.passes.detect import attention_calls
 from sparsify.passes.graphs import expression
 
 
@@ -24,10 +24,11 @@ def original(captured, args, kwargs=None):
 
 class _Replaced(torch.fx.Interpreter):
     def __init__(self, captured, sites):
-        nodes = attention_nodes(captured) if sites else {}  # this normalises the graph
+        calls = attention_calls(captured) if sites else {}  # this normalises the graph
         super().__init__(captured.graph_module, garbage_collect_values=False)
         self.captured = captured
-        self.sites = {nodes[site.fqn, site.ordinal]: site for site in sites}
+        found = ((calls[site.fqn, site.ordinal], site) for site in sites)
+        self.sites = {call.out.node: (call, site) for call, site in found}
         assert len(self.sites) == len(sites)
         self.inputs = {}
 
@@ -44,15 +45,15 @@ class _Replaced(torch.fx.Interpreter):
             return pytree.tree_leaves(super().run(*values))
 
     def run_node(self, n):
-        site = self.sites.get(n)
-        if site is None:
+        if n not in self.sites:
             return super().run_node(n)
-        args, kwargs = self.fetch_args_kwargs_from_env(n)
-        names = [argument.name for argument in n.target._schema.arguments]
-        named = {**dict(zip(names, args, strict=False)), **kwargs}
+        call, site = self.sites[n]
+        q, k, v = (self.env[o.node].permute(o.order) for o in call.operands)
+        assert q.dtype == v.dtype == n.meta["val"].dtype
         padding = None if site.mask.padding is None else self.inputs[site.mask.padding]
         documents = None if site.mask.documents is None else self._value(site.mask.documents)
-        out = dense(site, named["query"], named["key"], named["value"], padding, documents)
+        out = dense(site, q, k, v, padding, documents)
+        out = out.permute(sorted(range(out.dim()), key=lambda axis: call.out.order[axis]))
         return _laid_out(out, n, self.captured.examples)
 
     def _value(self, name):

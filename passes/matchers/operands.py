@@ -1,0 +1,96 @@
+"""From a factor of a product back to the tensor that an operator should take.
+
+Keys arrive transposed, queries multiplied by the scale: what only permutes axes becomes the
+operand's order, and constant factors are taken out, so that the operand is the tensor behind them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import sympy
+from torch.fx import Node
+
+from sparsify.passes.graphs import argument, aten, dtype_of, is_tensor, op_name, shape_of
+from sparsify.passes.index_expr import Evaluator
+from sparsify.passes.index_space import IndexSpace
+from sparsify.passes.index_values import Unreadable
+from sparsify.passes.matchers.call import Operand
+from sparsify.passes.views import view_source
+
+__all__ = ["constant", "peeled"]
+
+PERMUTES = aten("transpose swapaxes swapdims t mT permute movedim moveaxis numpy_T")
+COPIES = aten("contiguous clone alias detach")
+MULTIPLIES = aten("mul multiply")
+DIVIDES = aten("div divide true_divide")
+
+
+def peeled(operand: Operand, evaluator: Evaluator | None) -> tuple[Operand, float]:
+    """The tensor behind permutations and constant factors, and the product of these factors.
+
+    Permutations beyond the last factor are kept in the graph where that leaves the operand in
+    canonical layout. Without an evaluator no factor is taken out.
+    """
+    node, order, factor = operand.node, operand.order, 1.0
+    best = operand
+    while True:
+        step = _permuted(node, order) or _scaled(node, order, evaluator)
+        if step is None:
+            return best, factor
+        node, order, own = step
+        found = Operand(node, order)
+        if own is not None or best.permuted:
+            best, factor = found, factor * (1.0 if own is None else own)
+
+
+def _permuted(node: Node, order: tuple[int, ...]) -> tuple[Node, tuple[int, ...], None] | None:
+    name = op_name(node)
+    if name in COPIES:
+        source = node.args[0]
+        return (source, order, None) if isinstance(source, Node) else None
+    if name not in PERMUTES:
+        return None
+    places = tuple(sympy.Symbol(f"axis{n}") for n in range(len(order)))
+    found = view_source(node, places, IndexSpace())
+    if found is None or len(found[1]) != len(order):
+        return None
+    source, index = found
+    where = {place: axis for axis, place in enumerate(index)}
+    return source, tuple(where[places[axis]] for axis in order), None
+
+
+def _scaled(
+    node: Node, order: tuple[int, ...], evaluator: Evaluator | None
+) -> tuple[Node, tuple[int, ...], float] | None:
+    name = op_name(node)
+    if evaluator is None or name not in MULTIPLIES | DIVIDES or argument(node, "rounding_mode"):
+        return None
+    left, right = node.args[:2]
+    pairs = [(left, right), (right, left)] if name in MULTIPLIES else [(left, right)]
+    for source, other in pairs:
+        if isinstance(source, Node) and _carries(source, node):
+            number = constant(other, evaluator)
+            if number:
+                return source, order, number if name in MULTIPLIES else 1.0 / number
+    return None
+
+
+def _carries(source: Node, node: Node) -> bool:
+    """Whether the result has the shape and the type of the source."""
+    if not is_tensor(source):
+        return False
+    return shape_of(source) == shape_of(node) and dtype_of(source) == dtype_of(node)
+
+
+def constant(value: Any, evaluator: Evaluator) -> float | None:
+    """A number, or a constant tensor of one element, as a number; None for anything else."""
+    if is_tensor(value) and any(size != 1 for size in shape_of(value)):
+        return None
+    index = tuple(sympy.Integer(0) for _ in shape_of(value)) if is_tensor(value) else ()
+    try:
+        found = evaluator.operand(value, index)
+    except Unreadable:
+        return None
+    number = isinstance(found, sympy.Expr) and found.is_number and found.is_finite
+    return float(found) if number else None
