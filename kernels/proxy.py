@@ -22,4 +22,5 @@ def proxy_index(q_BHTD: Tensor, k_BGSD: Tensor) -> tuple[Tensor, Tensor]:
     """
     groups = k_BGSD.shape[1]
     wide = q_BHTD if q_BHTD.dtype == torch.float64 else q_BHTD.float()
-    return wide.unflatten(1, (groups, -1)).mean(2), k_BGSD
+    n_B, n_H, n_T, n_D = q_BHTD.shape
+    return wide.reshape(n_B, groups, n_H // groups, n_T, n_D).mean(2), k_BGSD

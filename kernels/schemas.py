@@ -403,7 +403,7 @@ def _body(op: _Op) -> Callable[..., Any]:
         validation.check_options(options)
         own, layout, further = op.split(args)
         if options.keys() & {"min_context", "decode_dense"}:  # defaults are left out
-            options = _with_topk(options, *own[op.first : op.first + 2], layout)
+            options = _with_topk(options, own[op.first], own[op.first + 1], layout)
         with torch.no_grad():
             run = getattr(_implementation(op.name), op.name)
             return run(*own, layout, *further, **options)

@@ -41,6 +41,7 @@ __all__ = [
     "SiteDiff",
     "begin_call",
     "current_replay",
+    "is_active",
     "record_selection",
     "replay_selection",
     "resume",
@@ -351,6 +352,11 @@ def _active(context: _Context) -> Iterator[None]:
         yield
     finally:
         _ACTIVE.remove(context)
+
+
+def is_active() -> bool:
+    """Whether selections are being recorded or replayed."""
+    return bool(_ACTIVE)
 
 
 Lists = Callable[[int, int], Tensor]

@@ -14,7 +14,7 @@ import torch
 from torch._guards import detect_fake_mode
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ExportGraphSignature, TensorArgument
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from sparsify.errors import CaptureError
@@ -22,6 +22,7 @@ from sparsify.ir import AttentionSite, site_key
 from sparsify.passes.capture import Captured
 from sparsify.passes.cleanup import drop_dead
 from sparsify.passes.detect import attention_calls
+from sparsify.passes.exported import rebuilt
 from sparsify.passes.graphs import expression
 from sparsify.passes.invariants import check
 from sparsify.passes.matchers.call import AttentionCall
@@ -62,7 +63,8 @@ def rewrite(captured: Captured, sites: Mapping[str, AttentionSite], plan: Plan) 
         names[old] = new
     drop_dead(graph)
     check(graph)
-    return _program(captured.program, graph, names)
+    signature = _renamed(captured.program.graph_signature, names)
+    return rebuilt(captured.program, graph=graph, signature=signature)
 
 
 def _replace(
@@ -74,10 +76,15 @@ def _replace(
 ) -> tuple[str, str]:
     """Put the traced function in the place of the call's result; the old and the new name."""
     old = nodes[call.out.node]
-    arguments = [nodes[operand.node] for operand in call.operands]
-    if site.mask.padding is not None:
-        arguments.append(_input(graph, site.mask.padding))
-    new = _inline(graph, old, run, arguments, site_key(site.fqn, site.ordinal))
+    operands = [nodes[operand.node] for operand in call.operands]
+    wanted = {"padding": site.mask.padding, "documents": site.mask.documents}
+    further = {key: _named(nodes, name) for key, name in wanted.items() if name is not None}
+
+    def replaced(q: Any, k: Any, v: Any, *rest: Any) -> Any:
+        return run(q, k, v, **dict(zip(further, rest, strict=True)))
+
+    arguments = [*operands, *further.values()]
+    new = _inline(graph, old, replaced, arguments, site_key(site.fqn, site.ordinal))
     _check_fits(old, new, site)
     old.replace_all_uses_with(new)
     name = old.name
@@ -86,9 +93,9 @@ def _replace(
     return name, new.name
 
 
-def _input(graph: Graph, name: str) -> Node:
-    found: list[Node] = [n for n in graph.find_nodes(op="placeholder") if n.name == name]
-    return found[0]
+def _named(nodes: Mapping[Node, Node], name: str) -> Node:
+    """The copy of the captured node of that name."""
+    return next(new for old, new in nodes.items() if old.name == name)
 
 
 def _inline(
@@ -108,7 +115,7 @@ def _inline(
         for node in traced.graph.nodes:
             if node.op not in ("placeholder", "output"):
                 known[node] = graph.node_copy(node, lambda source: known[source])
-                known[node].meta = _origin(before, node.meta["val"], key)
+                known[node].meta = _origin(before, node.meta.get("val"), key)
     (result,) = traced.graph.output_node().all_input_nodes
     return known[result]
 
@@ -139,22 +146,6 @@ def _check_fits(old: Node, new: Node, site: AttentionSite) -> None:
 
 def _copy_output_meta(source: Graph, target: Graph) -> None:
     target.output_node().meta = copy.copy(source.output_node().meta)
-
-
-def _program(old: ExportedProgram, graph: Graph, names: Mapping[str, str]) -> ExportedProgram:
-    """The program of an edited graph, on the state of the old one."""
-    module = GraphModule(old.graph_module, graph)
-    module.meta.update(old.graph_module.meta)
-    return ExportedProgram(
-        root=module,
-        graph=module.graph,
-        graph_signature=_renamed(old.graph_signature, names),
-        state_dict=old.state_dict,
-        range_constraints=old.range_constraints,
-        module_call_graph=old.module_call_graph,
-        constants=old.constants,
-        verifiers=[old.verifier],
-    )
 
 
 def _renamed(signature: ExportGraphSignature, names: Mapping[str, str]) -> ExportGraphSignature:

@@ -11,18 +11,21 @@ import torch
 
 from sparsify import planner
 from sparsify.errors import (
-    CaptureError,
-    MissingExtraError,
     NothingToDoError,
-    SparsifyError,
     UsageError,
 )
+from sparsify.hosts.graph import Proved, agreed
 from sparsify.ir import AttentionSite, Refusal, site_key
-from sparsify.passes.capture import capture, example_inputs, is_transformers_model
-from sparsify.passes.detect import detect
 from sparsify.plans import Plan
 from sparsify.policy import Policy
 from sparsify.report import SparsifyReport, VerificationReport
+from sparsify.rewriting import (
+    apply_plan,
+    capture_programs,
+    chosen_host,
+    exporter_of,
+    loader_of,
+)
 
 __all__ = ["Inspection", "Result", "export", "inspect", "load", "plan", "sparsify", "verify"]
 
@@ -36,7 +39,7 @@ class Inspection:
 
     Refusals with the code NOT_ATTENTION only resemble attention.
     `expected` is the number of attention layers that the model's config names, if it names any.
-    `order` holds the site keys in execution order.
+    `order` holds the site keys in execution order, `programs` what was captured.
     """
 
     model: str
@@ -45,6 +48,7 @@ class Inspection:
     notes: tuple[str, ...] = ()
     expected: int | None = None
     order: tuple[str, ...] = ()
+    programs: tuple[Proved, ...] = dataclasses.field(default=(), repr=False, compare=False)
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -80,6 +84,8 @@ class Result:
 
     def restore(self) -> torch.nn.Module:
         """Undo an in-place rewrite and return the model."""
+        if self.handle is None:
+            raise UsageError("The original model was not changed; there is nothing to restore.")
         self.handle.restore()
         return self.model
 
@@ -104,6 +110,7 @@ def inspect(
     *,
     dynamic: Any = None,
     seq_len: int | None = None,
+    host: str = "auto",
     name: str = "",
     progress: Progress | None = None,
 ) -> Inspection:
@@ -114,6 +121,7 @@ def inspect(
         args, kwargs: example inputs of the forward.
         dynamic: dynamic dimensions for torch.export; by default batch and length are tried.
         seq_len: length of the example inputs made for a transformers model.
+        host: for which host: on "graph", a language model is captured with a cache too.
 
     Raises:
         CaptureError: the model cannot be captured.
@@ -123,19 +131,19 @@ def inspect(
     _must_be(model, torch.nn.Module, "model", "a torch.nn.Module")
     if seq_len is not None and seq_len < 1:
         raise UsageError(f"seq_len is {seq_len}; it must be at least 1.")
-    say("capturing the model")
-    args, kwargs = _inputs(model, args, kwargs, seq_len)
-    with _capturable(model):
-        captured = capture(model, tuple(args), kwargs, dynamic=dynamic)
-    say("proving what each attention site computes")
-    found = detect(captured)
+    programs = capture_programs(
+        model, args, kwargs, host=host, dynamic=dynamic, seq_len=seq_len, progress=say
+    )
+    found = agreed(programs)
+    notes = dict.fromkeys(note for program in programs for note in program.captured.notes)
     return Inspection(
         model=name or type(model).__name__,
         sites=tuple(found.sites),
         refusals=(*found.refusals, *found.lookalikes),
-        notes=tuple(captured.notes) + tuple(found.notes),
+        notes=(*notes, *found.notes),
         expected=expected_layers(model),
         order=tuple(found.order),
+        programs=tuple(programs),
     )
 
 
@@ -167,6 +175,7 @@ def sparsify(
     *,
     host: str = "auto",
     inplace: bool = False,
+    dynamic: Any = None,
     plan: Plan | None = None,
     inspection: Inspection | None = None,
     progress: Progress | None = None,
@@ -175,6 +184,14 @@ def sparsify(
 
     Weights are never copied: with `inplace=False` the module objects are copied and share them.
     A ready plan is checked against a fresh proof: a site it would rewrite must be proved.
+
+    Args:
+        args, kwargs: example inputs of the forward; transformers language models need none.
+        host: "transformers" keeps the model's own class, "graph" gives a module made of exported
+            programs, for inference; "auto" takes the first for a transformers model, else the
+            second.
+        dynamic: dynamic dimensions for torch.export; by default batch and length are tried.
+        inspection: what `inspect` of this model for this host found, to save the time.
 
     Raises:
         UsageError: neither or both of policy and plan, or an unknown host.
@@ -189,8 +206,12 @@ def sparsify(
         _must_be(policy, Policy, "policy", A_POLICY)
     if plan is not None:
         _must_be(plan, Plan, "plan", "a Plan (from a file: sparsify.Plan.load)")
-    _check_host(model, host)
-    found = inspection or inspect(model, args, kwargs, progress=progress)
+    host = chosen_host(model, args, kwargs, host)
+    if host == "graph" and inplace:
+        raise UsageError("The graph host cannot rewrite in place.", "Use inplace=False.")
+    found = inspection or inspect(
+        model, args, kwargs, host=host, dynamic=dynamic, progress=progress
+    )
     if plan is None:
         assert policy is not None
         plan = planner.make_plan(
@@ -203,15 +224,7 @@ def sparsify(
             f"Nothing to rewrite in {found.model}: {_why_nothing(plan)}.", "See `sparsify inspect`."
         )
     say("rewriting")
-    from sparsify.hosts import transformers as host_module
-
-    target = model if inplace else host_module.copy_sharing_weights(model)
-    handle = host_module.apply(target, plan)
-    try:
-        _probe(target, plan)
-    except BaseException:
-        handle.restore()
-        raise
+    target, handle = apply_plan(model, plan, found.programs, host=host, inplace=inplace)
     report = planner.build_report(
         found.sites, found.refusals, plan, model=found.model, notes=found.notes
     )
@@ -240,7 +253,7 @@ def export(
     result: Result,
     directory: str | Path,
     *,
-    format: str = "hf",
+    format: str | None = None,
     tokenizer: Any = None,
     force: bool = False,
     progress: Progress | None = None,
@@ -251,11 +264,13 @@ def export(
         UsageError: an unknown format, or a target in the way.
     """
     _must_be(result, Result, "result", "what sparsify.sparsify returned")
-    if format != "hf":
-        raise UsageError(f"Unknown export format {format!r}; this version writes hf.")
-    from sparsify.exporters import hf_folder
-
-    return hf_folder.save(
+    exporter = exporter_of(result.model)
+    if format not in (None, exporter.FORMAT):
+        raise UsageError(
+            f"A {type(result.model).__name__} cannot be exported as {format!r}; "
+            f"this version writes it as {exporter.FORMAT}."
+        )
+    folder: Path = exporter.save(
         result.model,
         Path(directory),
         plan=result.plan,
@@ -264,6 +279,7 @@ def export(
         force=force,
         progress=progress,
     )
+    return folder
 
 
 def load(directory: str | Path, **options: Any) -> torch.nn.Module:
@@ -273,10 +289,8 @@ def load(directory: str | Path, **options: Any) -> torch.nn.Module:
         ArtefactError: a file is missing or damaged, or a newer version wrote it.
     """
     _must_be(directory, (str, Path), "directory", "a path")
-    _need_transformers()
-    from sparsify.exporters import hf_folder
-
-    return hf_folder.load(Path(directory), **options)
+    loaded: torch.nn.Module = loader_of(Path(directory))(Path(directory), **options)
+    return loaded
 
 
 def _must_be(value: Any, kind: Any, name: str, wanted: str) -> None:
@@ -299,98 +313,11 @@ def expected_layers(model: torch.nn.Module) -> int | None:
     return count if isinstance(count, int) else None
 
 
-def _inputs(
-    model: torch.nn.Module,
-    args: Sequence[Any] | None,
-    kwargs: dict[str, Any] | None,
-    seq_len: int | None,
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if args or kwargs:
-        return tuple(args or ()), dict(kwargs or {})
-    if not is_transformers_model(model):
-        raise UsageError(
-            f"{type(model).__name__} needs example inputs.",
-            "Pass args= and kwargs= of its forward.",
-        )
-    return (), example_inputs(model, seq_len=seq_len)
-
-
-def _capturable(model: torch.nn.Module) -> Any:
-    """The model in the form that the capture reads; only transformers models have several."""
-    import contextlib
-
-    if not is_transformers_model(model):
-        return contextlib.nullcontext()
-    from sparsify.hosts.transformers import as_sdpa
-
-    return as_sdpa(model)
-
-
-def _check_host(model: torch.nn.Module, host: str) -> None:
-    if host not in ("auto", "transformers", "graph", "dynamo"):
-        raise UsageError(f"Unknown host {host!r}; use auto, transformers, graph or dynamo.")
-    if host in ("graph", "dynamo"):
-        raise CaptureError(f"The {host} host does not exist yet in this version.")
-    if not is_transformers_model(model):
-        raise CaptureError(
-            f"{type(model).__name__} is not a transformers model, and rewriting other models needs "
-            "the graph host, which this version does not have yet."
-        )
-    _need_transformers()
-
-
-def _need_transformers() -> None:
-    try:
-        import transformers  # noqa: F401
-    except ImportError:
-        raise MissingExtraError(
-            "transformers is not installed.", 'Run: pip install "sparsify-attention[hf]"'
-        ) from None
-
-
 def _why_nothing(plan: Plan) -> str:
     if not len(plan):
         return "no attention was found"
     refused = sum(layer.status == "refused" for layer in plan)
     return f"{refused} sites were refused and {len(plan) - refused} are dense by policy"
-
-
-@torch.no_grad()
-def _probe(model: torch.nn.Module, plan: Plan) -> None:
-    """A short forward: every planned site must be reached through the registered attention."""
-    from sparsify.hosts.transformers import call_counts, fallbacks
-
-    device = next(model.parameters()).device
-    if device.type == "meta":
-        return
-    was_training = model.training
-    model.eval()
-    before = call_counts(model)
-    try:
-        model(**{k: _to(v, device) for k, v in example_inputs(model, seq_len=4).items()})
-    except SparsifyError:
-        raise
-    except Exception as error:
-        raise CaptureError(f"The rewritten {type(model).__name__} does not run: {error}") from error
-    finally:
-        model.train(was_training)
-    after = call_counts(model)
-    for layer in plan.rewritten:
-        if after[layer.fqn] == before[layer.fqn]:
-            raise CaptureError(
-                f"{layer.fqn} was planned, but the model does not call its attention through "
-                "transformers' interface.",
-                "Keep it dense by a layer rule.",
-            )
-    for fqn, reason in fallbacks(model).items():
-        raise CaptureError(
-            f"{fqn} was planned, but runs dense in this model: {reason}.",
-            "Keep it dense by a layer rule.",
-        )
-
-
-def _to(value: Any, device: torch.device) -> Any:
-    return value.to(device) if isinstance(value, torch.Tensor) else value
 
 
 def _silent(_: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,40 +10,23 @@ import torch
 import transformers
 
 from sparsify.errors import ArtefactError
-from sparsify.files import output_directory, write_manifest
+from sparsify.exporters.folder import artefact
 from sparsify.hosts import transformers as host
 from sparsify.manifests import intact
-from sparsify.plans import Plan
-from sparsify.report import SparsifyReport
 
-__all__ = ["load", "save"]
+__all__ = ["FORMAT", "load", "save"]
+
+FORMAT = "hf"
 
 
-def save(
-    model: Any,
-    directory: Path,
-    *,
-    plan: Plan,
-    report: SparsifyReport,
-    tokenizer: Any = None,
-    force: bool = False,
-    progress: Callable[[str], None] | None = None,
-) -> Path:
-    """Write the folder; it appears complete, or not at all.
+def save(model: Any, directory: Path, **contents: Any) -> Path:
+    """Write the folder; `contents` are those of `sparsify.exporters.folder.artefact`.
 
     Raises:
         UsageError: the target exists, is not empty and `force` is not given.
     """
-    say = progress or (lambda _: None)
-    with output_directory(directory, force=force) as folder:
-        say("writing weights")
+    with artefact(directory, "transformers", **contents) as folder:
         model.save_pretrained(folder)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(folder)
-        _write_json(folder / "plan.json", plan.to_json())
-        _write_json(folder / "report.json", report.to_json())
-        say("hashing files")
-        write_manifest(folder, {"kind": "transformers", "model": plan.model})
     return directory
 
 
@@ -92,7 +74,3 @@ def _read_config(directory: Path) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise ArtefactError(f"{directory / 'config.json'} is damaged: not a JSON object.")
     return config
-
-
-def _write_json(path: Path, data: Any) -> None:
-    path.write_text(json.dumps(data, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

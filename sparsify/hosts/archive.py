@@ -1,0 +1,125 @@
+"""Programs of the graph host as torch.export archives.
+
+Each program is an archive of its own; how it is called stands in it as JSON. The first holds the
+weights, the others share them. Reading runs no stranger's code: the archives hold no pickles.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sparsify.errors import ArtefactError, SparsifyError
+from sparsify.hosts.graph_model import GraphModel
+from sparsify.hosts.program import Program
+from sparsify.hosts.signature import Signature
+from sparsify.hosts.state import State, state_of, with_state
+from sparsify.plans import Plan
+
+__all__ = ["ARCHIVES", "from_bytes", "load", "save", "to_bytes"]
+
+# The first program takes whole prompts, the second what follows a cache.
+ARCHIVES = ("model.pt2", "model_with_past.pt2")
+CALL_FILE = "sparsify.json"
+CALL_SCHEMA = 1
+
+
+def save(model: GraphModel, directory: Path) -> None:
+    """Write the programs into a folder that exists."""
+    for name, data in zip(ARCHIVES, to_bytes(model)["programs"], strict=False):
+        (directory / name).write_bytes(data)
+
+
+def load(directory: Path, plan: Plan, config: Any = None) -> GraphModel:
+    """Read the programs of a folder.
+
+    Raises:
+        ArtefactError: an archive is missing or damaged, or a newer version wrote it.
+    """
+    found = [directory / name for name in ARCHIVES if (directory / name).is_file()]
+    if not found or found[0].name != ARCHIVES[0]:
+        raise ArtefactError(f"{directory} has no {ARCHIVES[0]}.")
+    return _model([(path.read_bytes(), str(path)) for path in found], plan, config)
+
+
+def to_bytes(model: GraphModel) -> dict[str, Any]:
+    """The whole model: a plan document, and an archive for every program."""
+    state = model.sparsify_state
+    call = {"schema": CALL_SCHEMA, "signature": model.sparsify_signature.parameters}
+    archives: list[bytes] = []
+    for program in model.sparsify_programs:
+        document = {**call, **program.call_document(), "class": type(model).__name__}
+        held = state if not archives else _stand_ins(state)
+        archives.append(_archived(program, held, document))
+    return {"plan": model.sparsify_plan.to_json(), "programs": archives}
+
+
+def from_bytes(data: dict[str, Any], config: Any = None) -> GraphModel:
+    """Inverse of `to_bytes`."""
+    programs = [(archive, "the model") for archive in data["programs"]]
+    return _model(programs, Plan.from_json(data["plan"]), config)
+
+
+def _archived(program: Program, state: State, document: dict[str, Any]) -> bytes:
+    buffer = io.BytesIO()
+    exported = with_state(program.exported, state)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about stand-ins, whose storage holds one element
+        torch.export.save(exported, buffer, extra_files={CALL_FILE: json.dumps(document)})
+    return buffer.getvalue()
+
+
+def _stand_ins(state: State) -> State:
+    """Tensors of one stored element in the shapes of the state, whose values stand elsewhere."""
+
+    def small(value: torch.Tensor) -> torch.Tensor:
+        return torch.zeros((), dtype=value.dtype).expand(value.shape)
+
+    return State(
+        {
+            name: torch.nn.Parameter(small(value), value.requires_grad)
+            for name, value in state.parameters.items()
+        },
+        {name: small(value) for name, value in state.buffers.items()},
+        state.volatile,
+    )
+
+
+def _model(archives: Sequence[tuple[bytes, str]], plan: Plan, config: Any) -> GraphModel:
+    read = [_read(data, name) for data, name in archives]
+    document = read[0][1]
+    programs = [Program.from_document(exported, call) for exported, call in read]
+    signature = Signature(tuple((n, k, d) for n, k, d in document["signature"]))
+    state = state_of([exported for exported, _ in read])
+    return _class(document)(programs, plan, signature, state, config)
+
+
+def _class(document: dict[str, Any]) -> type[GraphModel]:
+    if document.get("class") == GraphModel.__name__:
+        return GraphModel
+    from sparsify.hosts.graph_transformers import LanguageGraphModel
+
+    return LanguageGraphModel
+
+
+def _read(data: bytes, name: str) -> tuple[torch.export.ExportedProgram, dict[str, Any]]:
+    files = {CALL_FILE: ""}
+    try:
+        exported = torch.export.load(io.BytesIO(data), extra_files=files)
+        call = json.loads(files[CALL_FILE])
+    except SparsifyError:
+        raise
+    except Exception as error:  # torch raises whatever its readers raise
+        raise ArtefactError(f"{name} cannot be read: {type(error).__name__}.") from error
+    if call.get("schema", 0) > CALL_SCHEMA:
+        raise ArtefactError(
+            f"{name} has schema {call['schema']}, this version reads up to {CALL_SCHEMA}.",
+            "Update sparsify-attention.",
+        )
+    return exported, call

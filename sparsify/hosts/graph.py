@@ -1,0 +1,134 @@
+"""The graph host: a model rewritten as exported programs, for inference.
+
+The result takes the arguments of the original forward and has the original parameters under their
+original names (the same tensors, no copies); batch and length stay dynamic. An exported program has
+no training mode: train the original, or rewrite it on another host.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from sparsify.errors import CaptureError, SparsifyError
+from sparsify.hosts.graph_model import GraphModel
+from sparsify.hosts.program import Program
+from sparsify.hosts.signature import Signature, signature_of
+from sparsify.hosts.state import state_of
+from sparsify.ir import AttentionSite, Refusal, site_key
+from sparsify.passes.capture import Captured, capture
+from sparsify.passes.detect import Detection, attention_calls, detect
+from sparsify.passes.rewrite import rewrite
+from sparsify.plans import Plan
+
+__all__ = ["Proved", "agreed", "build", "proved", "run_examples"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Proved:
+    """A captured program with what was proved of its attention, and how it is called.
+
+    `args` and `kwargs` are the example inputs of the capture.
+    """
+
+    captured: Captured
+    detection: Detection
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+
+def proved(
+    model: torch.nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    dynamic: Any = None,
+    progress: Callable[[str], None] | None = None,
+) -> Proved:
+    """Capture `model` on example inputs and prove what its attention computes.
+
+    Raises:
+        CaptureError: the model cannot be captured.
+    """
+    captured = capture(model, tuple(args), kwargs, dynamic=dynamic)
+    if progress is not None:
+        progress("proving what each attention site computes")
+    return Proved(captured, detect(captured), tuple(args), dict(kwargs))
+
+
+def agreed(programs: Sequence[Proved]) -> Detection:
+    """What was proved in every program: a site that one of them refuses is refused."""
+    first, *others = (program.detection for program in programs)
+    sites = {site_key(site.fqn, site.ordinal): site for site in first.sites}
+    refusals = list(first.refusals)
+    for other in others:
+        there = {site_key(site.fqn, site.ordinal) for site in other.sites}
+        reasons = {site_key(r.fqn, r.ordinal): r for r in other.refusals}
+        for key in [key for key in sites if key not in there]:
+            refusals.append(_with_cache(sites.pop(key), reasons.get(key)))
+    return dataclasses.replace(first, sites=tuple(sites.values()), refusals=tuple(refusals))
+
+
+def _with_cache(site: AttentionSite, reason: Refusal | None) -> Refusal:
+    if reason is None:
+        message = "the program with a cache does not have this attention"
+        return Refusal(site.fqn, site.ordinal, "MASK_UNPROVED", message, source=site.source)
+    return dataclasses.replace(reason, message=f"with a cache: {reason.message}")
+
+
+def build(
+    model: torch.nn.Module,
+    programs: Sequence[Proved],
+    plan: Plan,
+    kind: type[GraphModel] | None = None,
+) -> GraphModel:
+    """The programs of `model` rewritten by the plan, as one module on the same weights.
+
+    Raises:
+        CaptureError: a planned site is not proved in one of the programs.
+    """
+    signature = signature_of(model.forward)
+    rewritten = [_program(program, plan, signature) for program in programs]
+    state = state_of([program.exported for program in rewritten])
+    config = getattr(model, "config", None)
+    return (kind or GraphModel)(rewritten, plan, signature, state, config)
+
+
+def run_examples(model: GraphModel, programs: Sequence[Proved]) -> None:
+    """Run every program once on the inputs it was captured with.
+
+    Raises:
+        CaptureError: one does not run.
+    """
+    if any(tensor.is_meta for tensor in model.parameters()):
+        return
+    for program in programs:
+        args, kwargs = pytree.tree_map(lambda leaf: leaf, (program.args, dict(program.kwargs)))
+        try:
+            model(*args, **kwargs)
+        except SparsifyError:
+            raise
+        except Exception as error:
+            raise CaptureError(f"The rewritten program does not run: {error}") from error
+
+
+def _program(proved: Proved, plan: Plan, signature: Signature) -> Program:
+    sites = {site_key(site.fqn, site.ordinal): site for site in proved.detection.sites}
+    exported = rewrite(proved.captured, sites, plan)
+    names = tuple(signature.named(proved.args, {}))
+    return Program(exported, names, tuple(proved.kwargs), padding_sizes(proved))
+
+
+def padding_sizes(proved: Proved) -> dict[str, tuple[str, str]]:
+    """Batch and key length of every padding input, as expressions over other inputs' sizes."""
+    calls = attention_calls(proved.captured)
+    found = {}
+    for site in proved.detection.sites:
+        call = calls[site.fqn, site.ordinal]
+        if site.mask.padding is not None and call.rank == 4:
+            found[site.mask.padding] = (str(call.q.shape[0]), str(call.kv_len))
+    return found

@@ -1,0 +1,218 @@
+"""Rewritten exported programs as a module, for inference."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+from torch.utils import _pytree as pytree
+
+from sparsify.errors import UsageError
+from sparsify.hosts.calls import SiteCall, current_observer
+from sparsify.hosts.program import Program
+from sparsify.hosts.signature import Signature
+from sparsify.hosts.state import State, copied, owner_of
+from sparsify.kernels import selection
+from sparsify.kernels.layout import Layout
+from sparsify.passes.rewrite import SITE
+from sparsify.plans import LayerPlan, Plan
+
+__all__ = ["GraphModel"]
+
+
+class GraphModel(torch.nn.Module):
+    """Rewritten programs of one model. It computes without gradients.
+
+    `forward` runs the last program whose arguments are all given, so the one with a cache where a
+    cache is passed that is not empty.
+
+    Args:
+        programs: the programs, the prefill first.
+        plan: what was done at every site.
+        signature: of the original forward.
+        state: the tensors of the programs.
+        config: the original's configuration object, if it has one.
+
+    Raises:
+        UsageError: by `train()`, by a change of the dtype, and by calls that do not fit.
+    """
+
+    def __init__(
+        self,
+        programs: Sequence[Program],
+        plan: Plan,
+        signature: Signature,
+        state: State,
+        config: Any = None,
+    ) -> None:
+        super().__init__()
+        self.training = False
+        self.sparsify_programs = tuple(programs)
+        self.sparsify_plan = plan
+        self.sparsify_signature = signature
+        if config is not None:
+            self.config = config
+        for name, parameter in state.parameters.items():
+            owner, leaf = owner_of(self, name)
+            owner.register_parameter(leaf, parameter)
+        for tensors, saved in ((state.buffers, True), (state.volatile, False)):
+            for name, buffer in tensors.items():
+                owner, leaf = owner_of(self, name)
+                owner.register_buffer(leaf, buffer, persistent=saved)
+
+    @torch.no_grad()
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The outputs of the original forward.
+
+        Raises:
+            UsageError: the arguments do not fit the original forward, or the captured programs.
+        """
+        given = self._given(args, kwargs)
+        asked = self._to_program(given)
+        program = self._program(asked)
+        watched = current_observer() is not None or selection.is_active()
+        runner = _Watched(self.sparsify_plan) if watched else None
+        return self._finished(given, program.run(asked, self._tensor, runner))
+
+    def _given(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        return self.sparsify_signature.named(args, kwargs)
+
+    def _to_program(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        return dict(given)
+
+    def _program(self, given: Mapping[str, Any]) -> Program:
+        """The last program all of whose arguments are given.
+
+        Raises:
+            UsageError: an argument is given that no program takes.
+        """
+        there = {name: value for name, value in given.items() if _holds_something(value)}
+        fitting = [p for p in self.sparsify_programs if p.required <= there.keys()]
+        program = fitting[-1] if fitting else self.sparsify_programs[0]
+        defaults = {name: default for name, _, default in self.sparsify_signature.parameters}
+        for name, value in there.items():
+            if name not in program.names and not self._harmless(name, value, defaults):
+                raise UsageError(
+                    f"The program does not take {name}; it was captured with "
+                    f"{', '.join(program.names)}."
+                )
+        return program
+
+    def _harmless(self, name: str, value: Any, defaults: Mapping[str, Any]) -> bool:
+        """Whether an argument that the program does not take says what is so without it."""
+        default = defaults.get(name, [])
+        return isinstance(value, bool | int | float | str) and value == default
+
+    def _finished(self, given: Mapping[str, Any], out: Any) -> Any:
+        return out
+
+    def _tensor(self, name: str) -> torch.Tensor:
+        owner, leaf = owner_of(self, name)
+        tensor: torch.Tensor = getattr(owner, leaf)
+        return tensor
+
+    @property
+    def sparsify_state(self) -> State:
+        """The tensors as they are now."""
+        parameters = dict(self.named_parameters(remove_duplicate=False))
+        buffers = dict(self.named_buffers(remove_duplicate=False))
+        saved = self.state_dict(keep_vars=True).keys()
+        return State(
+            parameters,
+            {name: value for name, value in buffers.items() if name in saved},
+            {name: value for name, value in buffers.items() if name not in saved},
+        )
+
+    def train(self, mode: bool = True) -> GraphModel:
+        """Exported programs are for inference.
+
+        Raises:
+            UsageError: for `train(True)`.
+        """
+        if mode:
+            raise UsageError(
+                "A model of the graph host is for inference; it has no training mode.",
+                "Train the original model.",
+            )
+        return self
+
+    def _apply(self, fn: Any, recurse: bool = True) -> GraphModel:
+        """Moves to another device; the programs name devices, so they are moved too."""
+        for tensor in (*self.parameters(), *self.buffers()):
+            if fn(tensor.new_empty(0)).dtype != tensor.dtype:
+                raise UsageError(
+                    "The dtype of an exported program is fixed.",
+                    "Convert the original model, then rewrite it.",
+                )
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        device = next((p.device for p in (*self.parameters(), *self.buffers())), None)
+        if device is not None:
+            self.sparsify_programs = tuple(p.moved(device) for p in self.sparsify_programs)
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> GraphModel:
+        return type(self)(
+            self.sparsify_programs,
+            self.sparsify_plan,
+            self.sparsify_signature,
+            copied(self.sparsify_state, memo),
+            copy.deepcopy(getattr(self, "config", None), memo),
+        )
+
+    def __reduce__(self) -> Any:
+        from sparsify.hosts.archive import from_bytes, to_bytes
+
+        return from_bytes, (to_bytes(self), getattr(self, "config", None))
+
+
+class _Watched(torch.fx.Interpreter):
+    """Runs a program with the sites named for the recorder, and shown to the observer."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plans = plan.by_key()
+
+    def __call__(self, module: GraphModule, values: list[Any]) -> Any:
+        super().__init__(module)
+        return self.run(*values)
+
+    def run_node(self, n: Node) -> Any:
+        key = (n.meta.get("custom") or {}).get(SITE)
+        if key is None or not _is_attention(n):
+            return super().run_node(n)
+        watch = current_observer()
+        if watch is not None:
+            args, kwargs = self.fetch_args_kwargs_from_env(n)
+            watch[0](_call(self.plans[key], args, kwargs, n))
+        with selection.site(key):
+            return super().run_node(n)
+
+
+def _is_attention(node: Node) -> bool:
+    return str(node.target) in (
+        "sparsify.moba_attention.default",
+        "sparsify.msa_attention.default",
+    )
+
+
+def _call(plan: LayerPlan, args: Any, kwargs: Any, node: Node) -> SiteCall:
+    """The call as an observer sees it."""
+    names = [entry.name for entry in node.target._schema.arguments]  # type: ignore[union-attr]
+    named = {**dict(zip(names, args, strict=False)), **kwargs}
+    layout = {name: named.get(name) for name in Layout._fields}
+    return SiteCall(
+        plan,
+        named["q"],
+        named["k"],
+        named["v"],
+        named.get("scale"),
+        layout["q_start"],
+        layout["key_mask"],
+    )
+
+
+def _holds_something(value: Any) -> bool:
+    """Whether an argument is given: not None, and not an empty cache."""
+    return value is not None and bool(pytree.tree_leaves(value))

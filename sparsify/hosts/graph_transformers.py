@@ -1,0 +1,85 @@
+"""transformers language models on the graph host: two programs, and caches as objects.
+
+The first program takes whole prompts and returns a cache, the second takes a cache that is not
+empty and one token or more; caches travel as transformers' own `DynamicCache`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from transformers import DynamicCache
+from transformers.exporters.exporter_dynamo import register_cache_pytrees_for_model
+
+from sparsify.errors import UsageError
+from sparsify.hosts.graph_model import GraphModel
+from sparsify.passes.examples import example_inputs
+
+__all__ = ["LanguageGraphModel", "example_programs", "register_caches"]
+
+CACHE_NAMES = ("cache", "past_key_values")  # today's name, and that of older versions
+NEW_TOKENS = 5  # of the example with a cache; other numbers work as well
+
+
+class LanguageGraphModel(GraphModel):
+    """A language model of the graph host. A cache that is passed is updated in place, as the
+    original does; `use_cache=False` leaves it out of the result."""
+
+    def _given(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        given = super()._given(args, kwargs)
+        if given.pop("return_dict", None) is False:
+            raise UsageError("The program returns an output object.", "Leave return_dict out.")
+        return given
+
+    def _to_program(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """A cache is always computed, also when the result is to be without it."""
+        computed = self.sparsify_programs[0].constants.get("use_cache") is True
+        return {n: value for n, value in given.items() if not (computed and n == "use_cache")}
+
+    def _finished(self, given: Mapping[str, Any], out: Any) -> Any:
+        name = next((name for name in CACHE_NAMES if out.get(name) is not None), None)
+        if name is None:
+            return out
+        if given.get("use_cache") is False:
+            return type(out)(**{key: value for key, value in out.items() if key != name})
+        own = next((given[n] for n in CACHE_NAMES if given.get(n) is not None), None)
+        if own is not None:
+            own.__dict__.update(out[name].__dict__)
+            out[name] = own
+        return out
+
+
+def example_programs(model: torch.nn.Module, *, seq_len: int | None = None) -> list[dict[str, Any]]:
+    """Example inputs of the programs of a language model: a prompt, and tokens after a cache.
+
+    Both with a 2-D padding mask. A model without a growing cache has the first only, without one.
+    """
+    register_caches()
+    prompt = example_inputs(model, seq_len=seq_len)
+    accepted = inspect.signature(model.forward).parameters
+    name = next((name for name in CACHE_NAMES if name in accepted), None)
+    if name is None or "use_cache" not in accepted or "decoder_input_ids" in prompt:
+        return [prompt]
+    prompt["use_cache"] = True
+    with torch.no_grad():
+        out = model(**prompt)
+    cache = out.get(name)
+    if not isinstance(cache, DynamicCache):
+        return [{**prompt, "use_cache": False}]
+    ids, mask = prompt["input_ids"], prompt["attention_mask"]
+    more = mask.new_ones(mask.shape[0], NEW_TOKENS)
+    step = {
+        "input_ids": ids[:, -1:].repeat(1, NEW_TOKENS),
+        "attention_mask": torch.cat([mask, more], 1),
+        name: cache,
+        "use_cache": True,
+    }
+    return [prompt, step]
+
+
+def register_caches() -> None:
+    """Let torch.export take transformers' caches apart and put them together."""
+    register_cache_pytrees_for_model(DynamicCache)

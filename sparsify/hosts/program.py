@@ -1,0 +1,235 @@
+"""One exported program that is called by the names of the model's forward.
+
+The program's state is not in here: it is looked up by name at every call, so that several programs
+(prefill, and chunks after a cache) run on the same tensors.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import sympy
+import torch
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind, OutputKind, TensorArgument
+from torch.fx import GraphModule, Node
+from torch.utils import _pytree as pytree
+
+from sparsify.errors import CaptureError, UsageError
+from sparsify.passes.exported import moved
+from sparsify.passes.graphs import expression
+
+__all__ = ["Program"]
+
+Lookup = Callable[[str], torch.Tensor]
+_STATE = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
+
+
+@dataclass(frozen=True)
+class Program:
+    """An exported program and how it is called.
+
+    `args` and `kwargs` name the captured arguments, those given by position first. `padding` maps
+    a padding input to its two sizes (batch, keys) as expressions over the sizes of the other
+    inputs: when the caller leaves it out, no key is hidden.
+    """
+
+    exported: ExportedProgram
+    args: tuple[str, ...]
+    kwargs: tuple[str, ...]
+    padding: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+
+    def call_document(self) -> dict[str, Any]:
+        """How the program is called, as JSON."""
+        padding = {name: list(sizes) for name, sizes in self.padding.items()}
+        return {"args": list(self.args), "kwargs": list(self.kwargs), "padding": padding}
+
+    @classmethod
+    def from_document(cls, exported: ExportedProgram, call: Mapping[str, Any]) -> Program:
+        """Inverse of `call_document`."""
+        padding = {name: (sizes[0], sizes[1]) for name, sizes in call["padding"].items()}
+        return cls(exported, tuple(call["args"]), tuple(call["kwargs"]), padding)
+
+    @cached_property
+    def module(self) -> GraphModule:
+        """The program's graph; its placeholders are state first, inputs last."""
+        module: GraphModule = self.exported.graph_module
+        return module
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All captured arguments."""
+        return (*self.args, *self.kwargs)
+
+    @cached_property
+    def constants(self) -> dict[str, Any]:
+        """Captured arguments that are no tensors, with the value they have in the program."""
+        found: dict[str, Any] = {}
+        for spec in self.exported.graph_signature.input_specs:
+            if spec.kind == InputKind.USER_INPUT and not isinstance(spec.arg, TensorArgument):
+                found[spec.arg.name] = getattr(spec.arg, "value", None)
+        return {name: found[name] for name in self.names if name in found}
+
+    @cached_property
+    def _placeholders(self) -> list[Node]:
+        """Placeholders of the user's inputs."""
+        kinds = [spec.kind for spec in self.exported.graph_signature.input_specs]
+        found = self.exported.graph.find_nodes(op="placeholder")
+        return [n for n, kind in zip(found, kinds, strict=True) if kind == InputKind.USER_INPUT]
+
+    @property
+    def required(self) -> frozenset[str]:
+        """Arguments without which the program cannot be called."""
+        return frozenset(n for n in self.names if n not in self.constants and n not in self.padding)
+
+    def moved(self, device: torch.device) -> Program:
+        """The program on another device; itself where it is there."""
+        values = [node.meta.get("val") for node in self.exported.graph.nodes]
+        devices = {value.device for value in values if isinstance(value, torch.Tensor)}
+        if devices <= {device}:
+            return self
+        return dataclasses.replace(self, exported=moved(self.exported, device))
+
+    def run(self, given: Mapping[str, Any], state: Lookup, runner: Any = None) -> Any:
+        """Call the program.
+
+        Args:
+            given: arguments by name.
+            state: gives the tensor of a parameter, buffer or constant.
+            runner: runs the graph module on flat values, instead of calling it.
+
+        Raises:
+            UsageError: the arguments are not those that the program was captured with.
+        """
+        leaves = self._leaves(given)
+        own = self.exported.constants
+        values = [own[name] if made else state(name) for name, made in self._state_names] + leaves
+        out = self.module(*values) if runner is None else runner(self.module, values)
+        return self._outputs(out, leaves, state)
+
+    @cached_property
+    def _state_names(self) -> list[tuple[str, bool]]:
+        """Names of the state in order, and whether the model's code made it (a constant)."""
+        specs = self.exported.graph_signature.input_specs
+        unknown = [s.kind.name for s in specs if s.kind not in (*_STATE, InputKind.USER_INPUT)]
+        if unknown:
+            raise CaptureError(f"The program has inputs of the kind {unknown[0]}.")
+        made = InputKind.CONSTANT_TENSOR
+        return [(str(s.target), s.kind == made) for s in specs if s.kind in _STATE]
+
+    def _leaves(self, given: Mapping[str, Any]) -> list[Any]:
+        """Flat inputs in the order of the placeholders."""
+        values = {name: given.get(name, self.constants.get(name)) for name in self.names}
+        missing = [name for name, value in values.items() if self._is_missing(name, value)]
+        known = {name: value for name, value in values.items() if name not in missing}
+        sizes = self._sizes(known)
+        for name in missing:
+            if name not in self.padding:
+                raise UsageError(f"{name} is missing; the program was captured with it.")
+            values[name] = self._no_padding(name, sizes)
+        leaves, _ = self._flat(values)
+        self._check(leaves)
+        return leaves
+
+    def _is_missing(self, name: str, value: Any) -> bool:
+        return value is None and name not in self.constants
+
+    def _flat(self, values: Mapping[str, Any]) -> tuple[list[Any], Any]:
+        args = tuple(values[name] for name in self.args)
+        kwargs = {name: values[name] for name in self.kwargs}
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        if len(leaves) != len(self._placeholders):
+            raise UsageError(
+                f"The arguments hold {len(leaves)} tensors and values; the program was captured "
+                f"with {len(self._placeholders)}."
+            )
+        return leaves, spec
+
+    def _sizes(self, known: Mapping[str, Any]) -> dict[Any, int]:
+        """Numbers of the shape symbols, from the inputs that are there."""
+        sizes: dict[Any, int] = {}
+        nodes = {node.name: node for node in self._placeholders}
+        leaves = {name: value for name, value in known.items() if name in nodes}
+        for name, tree in known.items():
+            if name not in nodes:
+                found = pytree.tree_leaves(tree)
+                leaves |= {f"{name}_{n}": leaf for n, leaf in enumerate(found)}
+        for name, leaf in leaves.items():
+            if name in nodes and isinstance(leaf, torch.Tensor):
+                self._note(sizes, nodes[name], leaf)
+        return sizes
+
+    def _note(self, sizes: dict[Any, int], node: Node, leaf: torch.Tensor) -> None:
+        for size, number in zip(node.meta["val"].shape, leaf.shape, strict=False):
+            symbol = expression(size)
+            if symbol.is_Symbol:
+                sizes.setdefault(symbol, int(number))
+
+    def _no_padding(self, name: str, sizes: Mapping[Any, int]) -> torch.Tensor:
+        named = {str(symbol): number for symbol, number in sizes.items()}
+        shape = [int(sympy.sympify(size).subs(named)) for size in self.padding[name]]
+        value = next(n for n in self._placeholders if n.name == name).meta["val"]
+        return torch.ones(shape, dtype=value.dtype, device=value.device)
+
+    def _check(self, leaves: list[Any]) -> None:
+        """Types, ranks and fixed sizes are those of the capture; equal symbols are equal sizes."""
+        sizes: dict[Any, int] = {}
+        for node, leaf in zip(self._placeholders, leaves, strict=True):
+            value = node.meta.get("val")
+            if not isinstance(value, torch.Tensor):
+                if leaf != value and leaf is not None:
+                    raise UsageError(
+                        f"{node.name} is {leaf!r}; the program was captured with {value!r}."
+                    )
+                continue
+            _check_tensor(node.name, leaf, value)
+            self._note(sizes, node, leaf)
+            for dim, size in enumerate(value.shape):
+                self._check_size(node.name, dim, leaf.shape[dim], expression(size), sizes)
+
+    def _check_size(
+        self, name: str, dim: int, found: int, size: Any, sizes: Mapping[Any, int]
+    ) -> None:
+        wanted = size.subs(sizes)
+        if wanted.is_Integer and int(wanted) != found:
+            raise UsageError(
+                f"dim {dim} of {name} is {found}; the program was captured for {wanted}"
+                + ("." if size.is_Integer else f" there, as another input says ({size}).")
+            )
+        interval = self.exported.range_constraints.get(size) if size.is_Symbol else None
+        # torch writes a lower limit of 2 for every dynamic size, and runs with 0 and 1 all the same
+        if interval is not None and not (interval.lower <= max(found, 2) <= interval.upper):
+            raise UsageError(
+                f"dim {dim} of {name} is {found}; the program holds for {interval.lower} to "
+                f"{interval.upper}."
+            )
+
+    def _outputs(self, out: Any, leaves: list[Any], state: Lookup) -> Any:
+        """Write back what the program changes, and give the results the form of the model's."""
+        results = []
+        inputs = {node.name: leaf for node, leaf in zip(self._placeholders, leaves, strict=True)}
+        for spec, value in zip(self.exported.graph_signature.output_specs, out, strict=True):
+            if spec.kind == OutputKind.USER_OUTPUT:
+                results.append(value)
+            elif spec.kind == OutputKind.BUFFER_MUTATION:
+                state(str(spec.target)).copy_(value)
+            elif spec.kind == OutputKind.USER_INPUT_MUTATION:
+                inputs[str(spec.target)].copy_(value)
+            else:
+                raise CaptureError(f"The program has outputs of the kind {spec.kind.name}.")
+        return pytree.tree_unflatten(results, self.exported.call_spec.out_spec)
+
+
+def _check_tensor(name: str, leaf: Any, value: torch.Tensor) -> None:
+    if not isinstance(leaf, torch.Tensor):
+        raise UsageError(f"{name} is a {type(leaf).__name__}; it must be a tensor.")
+    if leaf.dtype != value.dtype:
+        raise UsageError(f"{name} is {leaf.dtype}; the program was captured with {value.dtype}.")
+    if leaf.dim() != value.dim():
+        raise UsageError(
+            f"{name} has {leaf.dim()} axes; the program was captured with {value.dim()}."
+        )
