@@ -31,16 +31,23 @@ Order = tuple[int, ...]
 def replacement(
     call: AttentionCall, site: AttentionSite, plan: LayerPlan, examples: Mapping[str, int]
 ) -> Callable[..., Tensor]:
-    """A function `(q, k, v, padding=None)` of the nodes' tensors that gives what `call.out.node`
-    holds, attended as the plan says.
+    """A function `(q, k, v, padding=None, documents=None)` of the nodes' tensors that gives what
+    `call.out.node` holds, attended as the plan says.
 
-    `padding` is the model's input `[B, S]` that hides keys where it is 0. `examples` are the sizes
-    of the capture, by which the memory order of the old result is read.
+    `padding` is the model's input `[B, S]` that hides keys where it is 0, `documents` the table
+    `[B or 1, S]` of the numbers of the tokens' documents. `examples` are the sizes of the capture,
+    by which the memory order of the old result is read.
     """
     memory = _memory_order(call.out.node, examples)
     heads = site.heads
 
-    def run(q: Tensor, k: Tensor, v: Tensor, padding: Tensor | None = None) -> Tensor:
+    def run(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        padding: Tensor | None = None,
+        documents: Tensor | None = None,
+    ) -> Tensor:
         q_BHTD = _canonical(q, call.q, heads.q_heads)
         k_BGSD, v_BGSD = (
             _grouped(_canonical(x, operand, heads.q_heads), q_BHTD.shape[0], heads.kv_heads)
@@ -48,7 +55,13 @@ def replacement(
         )
         mask_BS = None if padding is None else _key_mask(padding, k_BGSD)
         out_BHTV = planned_attention(
-            plan, q_BHTD, k_BGSD, v_BGSD, key_mask=mask_BS, scale=site.scale
+            plan,
+            q_BHTD,
+            k_BGSD,
+            v_BGSD,
+            documents=documents,
+            key_mask=mask_BS,
+            scale=site.scale,
         )
         return _laid_out(_as_written(out_BHTV, call.out), memory)
 
