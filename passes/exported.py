@@ -11,7 +11,16 @@ from torch.export.graph_signature import ExportGraphSignature
 from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree
 
-__all__ = ["moved", "rebuilt"]
+__all__ = ["duplicate", "moved", "rebuilt"]
+
+
+def duplicate(source: Graph) -> tuple[Graph, dict[Node, Node]]:
+    """A copy of a graph that can be edited, and its nodes by those of the original."""
+    graph = Graph()
+    nodes: dict[Node, Node] = {}
+    graph.output(graph.graph_copy(source, nodes))
+    graph.output_node().meta.update(source.output_node().meta)
+    return graph, nodes
 
 
 def rebuilt(
@@ -42,10 +51,7 @@ def rebuilt(
 def moved(program: ExportedProgram, device: torch.device) -> ExportedProgram:
     """The program with every device that its graph names replaced, and its
     constants moved; parameters and saved buffers stay where they are."""
-    graph = Graph()
-    nodes: dict[Node, Node] = {}
-    graph.output(graph.graph_copy(program.graph, nodes))
-    graph.output_node().meta.update(program.graph.output_node().meta)
+    graph, nodes = duplicate(program.graph)
 
     def there(value: Any) -> Any:
         if isinstance(value, torch.device):

@@ -22,18 +22,16 @@ from sparsify.ir import AttentionSite, site_key
 from sparsify.passes.capture import Captured
 from sparsify.passes.cleanup import drop_dead
 from sparsify.passes.detect import attention_calls
-from sparsify.passes.exported import rebuilt
+from sparsify.passes.exported import duplicate, rebuilt
 from sparsify.passes.graphs import expression
 from sparsify.passes.invariants import check
 from sparsify.passes.matchers.call import AttentionCall
 from sparsify.passes.replacement import replacement
+from sparsify.passes.retune import SITE
 from sparsify.passes.ungroup import ungrouped
 from sparsify.plans import Plan
 
 __all__ = ["rewrite"]
-
-# Key of a new node's "custom" metadata (saved programs keep it): the site that it serves.
-SITE = "sparsify_site"
 
 
 def rewrite(captured: Captured, sites: Mapping[str, AttentionSite], plan: Plan) -> ExportedProgram:
@@ -48,10 +46,7 @@ def rewrite(captured: Captured, sites: Mapping[str, AttentionSite], plan: Plan) 
         CaptureError: a planned site is not proved, or its replacement does not fit.
     """
     calls = attention_calls(captured)
-    graph = Graph()
-    nodes: dict[Node, Node] = {}
-    graph.output(graph.graph_copy(captured.graph, nodes))
-    _copy_output_meta(captured.graph, graph)
+    graph, nodes = duplicate(captured.graph)
     names: dict[str, str] = {}
     for layer in plan.rewritten:
         site = sites.get(layer.key)
@@ -142,10 +137,6 @@ def _check_fits(old: Node, new: Node, site: AttentionSite) -> None:
             f"The result of {site_key(site.fqn, site.ordinal)} lies in memory as {strides[0]}, "
             f"which its replacement cannot give ({strides[1]})."
         )
-
-
-def _copy_output_meta(source: Graph, target: Graph) -> None:
-    target.output_node().meta = copy.copy(source.output_node().meta)
 
 
 def _renamed(signature: ExportGraphSignature, names: Mapping[str, str]) -> ExportGraphSignature:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import inspect
 import math
 import subprocess
 import sys
@@ -18,21 +16,19 @@ from sparsify import quality, samples, settings
 from sparsify.comparing import (
     Context,
     evaluating,
-    join,
     logits,
-    plain_and_padded,
     result,
     same_bits,
-    variant,
     watching,
 )
 from sparsify.equality import dense_limit, determinism, phases
 from sparsify.errors import UsageError
-from sparsify.hosts.transformers import plan_of
 from sparsify.kernels.selection import record_selection
 from sparsify.policy import Quality
 from sparsify.probes import batches, documents, future
 from sparsify.report import CheckResult, VerificationReport
+from sparsify.structure import no_op, structure
+from sparsify.variants import plan_of
 
 __all__ = ["CHECKS", "run"]
 
@@ -83,7 +79,7 @@ def run(
             "Unset it.",
         )
     device = next(rewritten.parameters()).device
-    vocab = getattr(rewritten.config, "vocab_size", 256)
+    vocab = getattr(original.config, "vocab_size", 256)
     ids, source = samples.to_ids(sample, tokenizer, vocab, device)
     say = progress or (lambda _: None)
     context = Context(
@@ -112,78 +108,6 @@ def run(
         against=against or type(original).__name__,
         checks=tuple(results),
     )
-
-
-def structure(c: Context) -> CheckResult:
-    """V1: same weights, buffers and signature; every detected site is accounted for.
-
-    `detected` are the sites of a fresh inspection of the original, where the caller made one.
-    """
-    a, b = _tensors(c.original), _tensors(c.rewritten)
-    faults = []
-    if a.keys() != b.keys():
-        faults.append(f"parameters or buffers differ: {sorted(a.keys() ^ b.keys())[:3]}")
-    changed = [k for k in a.keys() & b.keys() if not same_bits(a[k], b[k])]
-    if changed:
-        faults.append(f"weights changed: {changed[:3]}")
-    if inspect.signature(c.original.forward) != inspect.signature(c.rewritten.forward):
-        faults.append("the forward signature changed")
-    ids = c.tokens(2)
-    if list(c.original(ids).keys()) != list(c.rewritten(ids).keys()):
-        faults.append("the outputs have other names")
-    if c.expected is not None and len(c.plan) != c.expected:
-        faults.append(
-            f"{len(c.plan)} sites in the plan, {c.expected} attention layers in the model"
-        )
-    if c.detected is not None and set(c.detected) != set(c.plan.by_key()):
-        other = sorted(set(c.detected) ^ set(c.plan.by_key()))
-        faults.append(f"plan and detected sites differ in {other[:3]}")
-    missing = [p.fqn for p in c.plan if p.fqn not in dict(c.rewritten.named_modules())]
-    if missing:
-        faults.append(f"no module {missing[0]}")
-    counts = {s: sum(p.status == s for p in c.plan) for s in ("rewritten", "kept_dense", "refused")}
-    summary = ", ".join(f"{n} {s.replace('_', ' ')}" for s, n in counts.items())
-    metrics = {
-        **counts,
-        "detected": None if c.detected is None else len(c.detected),
-        "expected": c.expected,
-        "weights": len(a),
-    }
-    return result("V1", "structure", faults, f"{len(a)} tensors bit-identical; {summary}", metrics)
-
-
-def _tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and buffers, those that are not saved included."""
-    return {**model.state_dict(), **dict(model.named_buffers())}
-
-
-def no_op(c: Context) -> CheckResult:
-    """V2: with an all-dense plan the outputs are bit-equal."""
-    dense = variant(c, method="dense", status="kept_dense")
-    original = _on_the_same_memory(c.original, dense)
-    lengths = sorted({1, min(c.spans[0] + 1, c.limit)})
-    faults = [
-        f"outputs differ at {n} tokens"
-        for n in lengths
-        for ids, mask in plain_and_padded(c, n)
-        if not same_bits(logits(original, ids, mask), logits(dense, ids, mask))
-    ]
-    done = f"bit-equal at {join(lengths)} tokens, alone and left-padded in a batch"
-    return result("V2", "no-op", faults, done, {"tokens": lengths})
-
-
-def _on_the_same_memory(model: torch.nn.Module, other: torch.nn.Module) -> torch.nn.Module:
-    """A copy of `model` that holds the very tensors of `other`, where they have the same bits.
-
-    Matrix products round differently for equal weights at differently aligned addresses.
-    """
-    memory = {**dict(other.named_parameters()), **dict(other.named_buffers())}
-    memo: dict[int, Any] = {}
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        twin = memory.get(name)
-        memo[id(tensor)] = tensor if twin is None or not same_bits(tensor, twin) else twin
-    twin_model: torch.nn.Module = copy.deepcopy(model, memo)
-    return twin_model
 
 
 def quality_cost(c: Context) -> CheckResult:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import inspect
+import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -19,9 +19,9 @@ from typing import Any
 import torch
 
 from sparsify.hosts.calls import SiteCall, observing
-from sparsify.hosts.transformers import apply, copy_sharing_weights
 from sparsify.plans import Plan
 from sparsify.report import CheckResult
+from sparsify.variants import all_dense, retuned, takes
 
 __all__ = [
     "Context",
@@ -34,7 +34,6 @@ __all__ = [
     "plain_and_padded",
     "result",
     "same_bits",
-    "takes",
     "variant",
     "watching",
 ]
@@ -62,6 +61,11 @@ class Context:
     greedy_tokens: int
     say: Callable[[str], None]
 
+    @functools.cached_property
+    def dense(self) -> Any:
+        """The original rewritten under a policy that keeps every layer dense."""
+        return all_dense(self.original, self.rewritten)
+
     @property
     def spans(self) -> list[int]:
         """top-k * block size of the layers, in tokens, rising; rows before it stay dense."""
@@ -73,7 +77,7 @@ class Context:
         wanted = max(
             CHECK_TOKENS, 2 * self.spans[-1] + 3 if 2 * self.spans[-1] > CHECK_TOKENS else 0
         )
-        longest = getattr(self.rewritten.config, "max_position_embeddings", None) or wanted
+        longest = getattr(self.original.config, "max_position_embeddings", None) or wanted
         return min(wanted, longest, 8 * CHECK_TOKENS)
 
     def derived_lengths(self) -> list[int]:
@@ -87,7 +91,7 @@ class Context:
     def quality_lengths(self) -> list[int]:
         """Token counts of the V6 runs: those asked for, else one of up to 4 * top-k * block."""
         longest = max(ids.shape[1] for ids in self.ids)
-        limit = getattr(self.rewritten.config, "max_position_embeddings", None) or longest
+        limit = getattr(self.original.config, "max_position_embeddings", None) or longest
         wanted = self.lengths or (max(4 * self.spans[-1], CHECK_TOKENS),)
         return sorted({min(n, longest, limit) for n in wanted})
 
@@ -149,10 +153,7 @@ def result(
 
 def variant(c: Context, **changes: Any) -> Any:
     """The rewritten model with its sparse layers changed, on the same weights."""
-    layers = tuple(dataclasses.replace(p, **changes) if p.sparse else p for p in c.plan)
-    model = copy_sharing_weights(c.rewritten)
-    apply(model, Plan(layers, c.plan.policy, c.plan.model))
-    return model
+    return retuned(c.rewritten, **changes)
 
 
 def plain_and_padded(c: Context, length: int) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
@@ -183,17 +184,13 @@ def logits(
     return out if mask is None else out[mask.bool()]
 
 
-def takes(model: Any, name: str) -> bool:
-    """Whether the model has an input of that name."""
-    return name in inspect.signature(model.forward).parameters
-
-
 def logits_in_steps(model: Any, ids: torch.Tensor, ends: list[int]) -> torch.Tensor:
     """Logits `[1, T, V]` computed chunk by chunk over a growing KV cache."""
     from transformers import DynamicCache
 
-    name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
-    cache, parts, start = DynamicCache(config=model.config), [], 0
+    name = "cache" if takes(model, "cache") else "past_key_values"
+    config = getattr(model, "config", None)  # a loaded program has none
+    cache, parts, start = DynamicCache() if config is None else DynamicCache(config=config), [], 0
     for end in ends:
         out = model(ids[:, start:end], use_cache=True, **{name: cache})
         parts.append(out.logits)

@@ -24,6 +24,7 @@ from sparsify.comparing import (
 from sparsify.hosts.calls import SiteCall, observing, run_sparse
 from sparsify.kernels.selection import Selection, record_selection, replay_selection
 from sparsify.report import CheckResult
+from sparsify.variants import in_float64, takes
 
 __all__ = ["dense_limit", "determinism", "phases"]
 
@@ -104,7 +105,8 @@ def phases(c: Context) -> CheckResult:
         wanted = logits(model, ids)
     with replay_selection(whole):
         replayed = logits_in_steps(model, ids, ends)
-        far, allowed = error(replayed, wanted, functools.partial(_exact, model, ids, None))
+        exact = functools.partial(_rewritten_exact, c, model, ids)
+        far, allowed = error(replayed, wanted, exact)
     with record_selection() as own:
         logits_in_steps(model, ids, ends)
     differing, rows, unmatched = _differences(whole, own)
@@ -142,20 +144,23 @@ def _greedy_faults(c: Context, full: Any) -> list[str]:
     faults = []
     for ids, mask in plain_and_padded(c, n):
         real = torch.ones_like(ids) if mask is None else mask
-        a, b = (
-            m.generate(
-                ids,
-                attention_mask=real,
-                max_new_tokens=c.greedy_tokens,
-                min_new_tokens=c.greedy_tokens,
-                do_sample=False,
-                pad_token_id=0,
-            )
-            for m in (c.original, full)
-        )
+        a, b = (_continued(m, ids, real, c.greedy_tokens) for m in (c.original, full))
         if not torch.equal(a, b):
             faults.append(f"greedy tokens differ after {n} tokens")
     return faults
+
+
+def _continued(model: Any, ids: torch.Tensor, mask: torch.Tensor, count: int) -> torch.Tensor:
+    """The `count` most likely next tokens `[B, count]`, one after the other, over a cache."""
+    name = "cache" if takes(model, "cache") else "past_key_values"
+    out, tokens = model(ids, attention_mask=mask, use_cache=True), []
+    for _ in range(count):
+        tokens.append(out.logits[:, -1:].argmax(-1))
+        mask = torch.cat([mask, mask.new_ones(mask.shape[0], 1)], 1)
+        if len(tokens) < count:
+            cache = {name: out[name]}
+            out = model(tokens[-1], attention_mask=mask, use_cache=True, **cache)
+    return torch.cat(tokens, 1)
 
 
 def _batched(call: SiteCall, place: int) -> SiteCall:
@@ -186,6 +191,11 @@ def _differences(a: Selection, b: Selection) -> tuple[int, int, int]:
         sum(d.total for d in diffs),
         sum(d.unmatched for d in diffs),
     )
+
+
+def _rewritten_exact(c: Context, model: Any, ids: torch.Tensor) -> torch.Tensor:
+    """Logits of a rewritten model in float64."""
+    return logits(in_float64(c.original, model), ids)
 
 
 def _exact(model: torch.nn.Module, ids: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:

@@ -29,13 +29,13 @@ from sparsify.comparing import (
     logits,
     result,
     same_bits,
-    takes,
     variant,
     watching,
 )
 from sparsify.errors import StrictError
 from sparsify.kernels.selection import record_selection, replay_selection
 from sparsify.report import CheckResult
+from sparsify.variants import takes
 
 __all__ = ["batches", "documents", "future"]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,10 +18,12 @@ from sparsify.hosts.signature import Signature
 from sparsify.hosts.state import State, copied, owner_of
 from sparsify.kernels import selection
 from sparsify.kernels.layout import Layout
-from sparsify.passes.rewrite import SITE
+from sparsify.passes.retune import is_site, retuned, site_of
 from sparsify.plans import LayerPlan, Plan
 
 __all__ = ["GraphModel"]
+
+ALL_BLOCKS = 2**31 - 1
 
 
 class GraphModel(torch.nn.Module):
@@ -114,6 +117,19 @@ class GraphModel(torch.nn.Module):
         tensor: torch.Tensor = getattr(owner, leaf)
         return tensor
 
+    def sparsify_takes(self, name: str) -> bool:
+        """Whether a program has an input of that name."""
+        return any(name in program.names for program in self.sparsify_programs)
+
+    def sparsify_retuned(self, plan: Plan) -> GraphModel:
+        """A model on the same tensors with the sizes of another plan of the same sites."""
+        programs = [
+            dataclasses.replace(program, exported=retuned(program.exported, plan))
+            for program in self.sparsify_programs
+        ]
+        signature, config = self.sparsify_signature, getattr(self, "config", None)
+        return type(self)(programs, plan, signature, self.sparsify_state, config)
+
     @property
     def sparsify_state(self) -> State:
         """The tensors as they are now."""
@@ -179,22 +195,18 @@ class _Watched(torch.fx.Interpreter):
         return self.run(*values)
 
     def run_node(self, n: Node) -> Any:
-        key = (n.meta.get("custom") or {}).get(SITE)
-        if key is None or not _is_attention(n):
+        if not is_site(n):
             return super().run_node(n)
-        watch = current_observer()
-        if watch is not None:
-            args, kwargs = self.fetch_args_kwargs_from_env(n)
-            watch[0](_call(self.plans[key], args, kwargs, n))
+        key, watch = site_of(n), current_observer()
+        if watch is None:
+            with selection.site(key):
+                return super().run_node(n)
+        args, kwargs = self.fetch_args_kwargs_from_env(n)
+        observer, run_dense = watch
+        observer(_call(self.plans[key], args, kwargs, n))
         with selection.site(key):
-            return super().run_node(n)
-
-
-def _is_attention(node: Node) -> bool:
-    return str(node.target) in (
-        "sparsify.moba_attention.default",
-        "sparsify.msa_attention.default",
-    )
+            options = {**kwargs, "topk": ALL_BLOCKS} if run_dense else kwargs
+            return n.target(*args, **options)  # type: ignore[operator]
 
 
 def _call(plan: LayerPlan, args: Any, kwargs: Any, node: Node) -> SiteCall:

@@ -1,0 +1,151 @@
+"""V1 and V2: what a rewrite must leave as it was, and that doing nothing changes nothing."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from typing import Any
+
+import torch
+
+from sparsify.comparing import Context, join, logits, plain_and_padded, result, same_bits
+from sparsify.hosts.graph_model import GraphModel
+from sparsify.hosts.signature import signature_of
+from sparsify.passes.retune import is_site, site_of
+from sparsify.report import CheckResult
+
+__all__ = ["no_op", "structure"]
+
+
+def structure(c: Context) -> CheckResult:
+    """V1: same weights, buffers and signature; every detected site is accounted for.
+
+    `detected` are the sites of a fresh inspection of the original, where the caller made one.
+    """
+    faults = _state_faults(c) + _interface_faults(c) + _site_faults(c)
+    if isinstance(c.rewritten, GraphModel):
+        faults += _program_faults(c, c.rewritten)
+    counts = {s: sum(p.status == s for p in c.plan) for s in ("rewritten", "kept_dense", "refused")}
+    summary = ", ".join(f"{n} {s.replace('_', ' ')}" for s, n in counts.items())
+    weights = len(c.original.state_dict())
+    metrics = {
+        **counts,
+        "detected": None if c.detected is None else len(c.detected),
+        "expected": c.expected,
+        "weights": weights,
+    }
+    done = f"{weights} tensors bit-identical; {summary}"
+    return result("V1", "structure", faults, done, metrics)
+
+
+def _state_faults(c: Context) -> list[str]:
+    a, b = c.original.state_dict(), c.rewritten.state_dict()
+    faults = []
+    if a.keys() != b.keys():
+        faults.append(f"parameters or buffers differ: {sorted(a.keys() ^ b.keys())[:3]}")
+    # buffers that are not saved: an exported program keeps those that it reads
+    unsaved, kept = dict(c.original.named_buffers()), dict(c.rewritten.named_buffers())
+    if not isinstance(c.rewritten, GraphModel) and unsaved.keys() != kept.keys():
+        faults.append(f"buffers differ: {sorted(unsaved.keys() ^ kept.keys())[:3]}")
+    one, two = {**unsaved, **a}, {**kept, **b}
+    changed = [k for k in one.keys() & two.keys() if not same_bits(one[k], two[k])]
+    if changed:
+        faults.append(f"weights changed: {changed[:3]}")
+    return faults
+
+
+def _interface_faults(c: Context) -> list[str]:
+    faults = []
+    if isinstance(c.rewritten, GraphModel):
+        same = signature_of(c.original.forward) == c.rewritten.sparsify_signature
+    else:
+        one, two = (inspect.signature(model.forward) for model in (c.original, c.rewritten))
+        same = one == two
+    if not same:
+        faults.append("the forward signature changed")
+    ids = c.tokens(2)
+    if list(c.original(ids).keys()) != list(c.rewritten(ids).keys()):
+        faults.append("the outputs have other names")
+    return faults
+
+
+def _site_faults(c: Context) -> list[str]:
+    faults = []
+    if c.expected is not None and len(c.plan) != c.expected:
+        faults.append(
+            f"{len(c.plan)} sites in the plan, {c.expected} attention layers in the model"
+        )
+    if c.detected is not None and set(c.detected) != set(c.plan.by_key()):
+        other = sorted(set(c.detected) ^ set(c.plan.by_key()))
+        faults.append(f"plan and detected sites differ in {other[:3]}")
+    modules = dict(c.original.named_modules())
+    missing = [p.fqn for p in c.plan if p.fqn not in modules]
+    if missing:
+        faults.append(f"no module {missing[0]}")
+    return faults
+
+
+def _program_faults(c: Context, model: GraphModel) -> list[str]:
+    """Sites, inputs, outputs, mutations and dynamic sizes of the programs against a fresh capture
+    of the original."""
+    planned = [p.key for p in c.plan.rewritten]
+    faults = []
+    for program, other in zip(model.sparsify_programs, c.dense.sparsify_programs, strict=True):
+        graph = program.exported.graph
+        graph.lint()
+        there = [site_of(node) for node in graph.nodes if is_site(node)]
+        if there != planned:
+            faults.append(f"a program replaces {there[:3]}, the plan says {planned[:3]}")
+        if _inputs(program) != _inputs(other):
+            faults.append("inputs of a program, or their dynamic sizes, changed")
+        if _outputs(program) != _outputs(other):
+            faults.append("outputs of a program changed")
+    return faults
+
+
+def _inputs(program: Any) -> list[Any]:
+    """Kind, dtype and sizes of every input; None stands for a dynamic size."""
+    found: list[Any] = []
+    specs = program.exported.graph_signature.input_specs
+    nodes = program.exported.graph.find_nodes(op="placeholder")
+    for spec, node in zip(specs, nodes, strict=True):
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor):
+            sizes = [size if isinstance(size, int) else None for size in value.shape]
+            found.append((spec.kind, spec.target, value.dtype, sizes))
+        else:
+            found.append((spec.kind, spec.target, value))
+    return found
+
+
+def _outputs(program: Any) -> list[Any]:
+    specs = program.exported.graph_signature.output_specs
+    return [(spec.kind, spec.target) for spec in specs]
+
+
+def no_op(c: Context) -> CheckResult:
+    """V2: with an all-dense plan the outputs are bit-equal."""
+    original = _on_the_same_memory(c.original, c.dense)
+    lengths = sorted({1, min(c.spans[0] + 1, c.limit)})
+    faults = [
+        f"outputs differ at {n} tokens"
+        for n in lengths
+        for ids, mask in plain_and_padded(c, n)
+        if not same_bits(logits(original, ids, mask), logits(c.dense, ids, mask))
+    ]
+    done = f"bit-equal at {join(lengths)} tokens, alone and left-padded in a batch"
+    return result("V2", "no-op", faults, done, {"tokens": lengths})
+
+
+def _on_the_same_memory(model: torch.nn.Module, other: torch.nn.Module) -> torch.nn.Module:
+    """A copy of `model` that holds the very tensors of `other`, where they have the same bits.
+
+    Matrix products round differently for equal weights at differently aligned addresses.
+    """
+    memory = {**dict(other.named_parameters()), **dict(other.named_buffers())}
+    memo: dict[int, Any] = {}
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        twin = memory.get(name)
+        memo[id(tensor)] = tensor if twin is None or not same_bits(tensor, twin) else twin
+    twin_model: torch.nn.Module = copy.deepcopy(model, memo)
+    return twin_model
