@@ -64,7 +64,7 @@ def prove_stream(frame: Frame, context: Context) -> Stream:
         raise _not_self(f"k stands at {offsets['k']}, v at {offsets['v']} of the stream")
     cached = any(walk.cache for walk in walks.values())
     return Stream(
-        StreamProof(hidden.name, cached, _assumed(list(walks.values()))),
+        StreamProof(hidden.name, cached, _assumed(hidden, axis, list(walks.values()))),
         sympy.expand(offsets["q"] - offsets["k"]),
     )
 
@@ -236,11 +236,16 @@ def _is_rearranged(entry: Expr, symbol: Expr, walk: _Walk) -> bool:
     return bool(symbol.is_Symbol and entry.has(symbol) and not entry.free_symbols & others)
 
 
-def _assumed(walks: Sequence[_Walk]) -> tuple[str, ...]:
+def _assumed(hidden: Node, axis: int | None, walks: Sequence[_Walk]) -> tuple[str, ...]:
     def names(pick: Callable[[_Walk], list[Node]]) -> list[str]:
         return sorted({node.name for walk in walks for node in pick(walk)})
 
+    b = walks[0].frame.b
+    rows_of_batch = any(index[0].has(b) for walk in walks for index in walk.stream if b.is_Symbol)
+    # sequence first, or attention between the rows of a batch: the graph cannot tell
+    first = axis == 0 and not rows_of_batch
     return (
+        *((f"axis 0 of {hidden.name} counts the tokens",) if first else ()),
         *(f"{n} holds one row for every token of the stream" for n in names(lambda w: w.beside)),
         *(f"{n} holds positions or padding of the stream" for n in names(lambda w: w.numbers)),
         *(f"{n} holds the stream's earlier tokens" for n in names(lambda w: w.cache)),

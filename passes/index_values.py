@@ -200,12 +200,14 @@ class Values:
     def _within(self, number: Expr, limit: int) -> bool:
         """Whether an expression over positions stays within +-limit at every captured size.
 
-        Values of data stand for themselves: rounding them does not move a position.
+        Values of data stand for themselves: rounding them does not move a position, and adding a
+        constant to whole numbers of data may only make them collide if it is large beside them.
         """
         data = {call: sympy.Integer(0) for call in number.atoms(AppliedUndef)}
         positions = number.xreplace(data)
         if positions.is_number:
-            return bool(abs(positions) <= limit)
+            steps = [abs(number.coeff(call)) for call in data if call.is_integer]
+            return all(bool(abs(positions) <= limit * step) for step in steps)
         low, high = self.space.lower(positions), self.space.upper(positions)
         if low is None or high is None:
             return False

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import sympy
+import torch
 from torch.fx import Node
 
 from sparsify.passes.graphs import argument, aten, dtype_of, is_tensor, op_name, shape_of
@@ -22,20 +23,28 @@ __all__ = ["constant", "peeled"]
 
 PERMUTES = aten("transpose swapaxes swapdims t mT permute movedim moveaxis numpy_T")
 COPIES = aten("contiguous clone alias detach")
+CASTS = aten("to _to_copy type_as float double")
 MULTIPLIES = aten("mul multiply")
 DIVIDES = aten("div divide true_divide")
 
 
-def peeled(operand: Operand, evaluator: Evaluator | None) -> tuple[Operand, float]:
+def peeled(
+    operand: Operand, evaluator: Evaluator | None = None, dtype: torch.dtype | None = None
+) -> tuple[Operand, float]:
     """The tensor behind permutations and constant factors, and the product of these factors.
 
     Permutations beyond the last factor are kept in the graph where that leaves the operand in
-    canonical layout. Without an evaluator no factor is taken out.
+    canonical layout. Without an evaluator no factor is taken out. Given the dtype of the values,
+    a cast from it to a wider one is taken out too: operators compute in float32 by themselves.
     """
     node, order, factor = operand.node, operand.order, 1.0
     best = operand
     while True:
-        step = _permuted(node, order) or _scaled(node, order, evaluator)
+        step = (
+            _permuted(node, order)
+            or _scaled(node, order, evaluator)
+            or _narrower(node, order, dtype)
+        )
         if step is None:
             return best, factor
         node, order, own = step
@@ -74,6 +83,18 @@ def _scaled(
             if number:
                 return source, order, number if name in MULTIPLIES else 1.0 / number
     return None
+
+
+def _narrower(
+    node: Node, order: tuple[int, ...], dtype: torch.dtype | None
+) -> tuple[Node, tuple[int, ...], float] | None:
+    if dtype is None or op_name(node) not in CASTS:
+        return None
+    source = node.args[0]
+    if not isinstance(source, Node) or dtype_of(source) != dtype or not dtype.is_floating_point:
+        return None
+    wider = torch.finfo(dtype_of(node)).eps < torch.finfo(dtype).eps
+    return (source, order, 1.0) if wider else None
 
 
 def _carries(source: Node, node: Node) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 from torch.fx import Node
 
 from sparsify.passes.dominators import Dataflow
-from sparsify.passes.graphs import argument, aten, op_name, shape_of
+from sparsify.passes.graphs import argument, aten, dtype_of, op_name, shape_of
 from sparsify.passes.index_expr import Evaluator
 from sparsify.passes.index_space import IndexSpace, Ranges
 from sparsify.passes.matchers.call import AttentionCall, Scores, turned
@@ -75,9 +75,9 @@ class _Form:
     def call(self, evaluator: Evaluator) -> AttentionCall:
         """The attention, its operands in front of permutations and constant factors."""
         scores = self._aligned(self._at_scores())
-        q, q_factor = peeled(scores.left, evaluator)
-        k, k_factor = peeled(scores.right, evaluator)
-        v, _ = peeled(turned(self.values.right), None)
+        v, _ = peeled(turned(self.values.right))
+        q, q_factor = peeled(scores.left, evaluator, dtype_of(v.node))
+        k, k_factor = peeled(scores.right, evaluator, dtype_of(v.node))
         return AttentionCall(
             pattern=self._pattern(),
             out=self.values.out,
