@@ -54,9 +54,7 @@ def sparsify_attention(
         if fallback is not None and settings.strict():
             raise StrictError(f"{plan.fqn} would run dense: {fallback}.")
         if fallback is None:
-            call = SiteCall(
-                plan, query, key, value, scaling, attention_mask.q_start, attention_mask.padding
-            )
+            call = _site_call(plan, query, key, value, scaling, attention_mask)
             watch = current_observer()
             if watch is not None:
                 watch[0](call)
@@ -72,6 +70,17 @@ def sparsify_attention(
         module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs
     )
     return out
+
+
+def _site_call(
+    plan: LayerPlan,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scaling: float | None,
+    mask: SparsityMask,
+) -> SiteCall:
+    return SiteCall(plan, query, key, value, scaling, mask.q_start, mask.padding, mask.documents)
 
 
 def _planned_dense(
@@ -105,6 +114,8 @@ def _fallback(
         return "the cache does not hold all keys"
     if mask.q_length != query.shape[2]:
         return "mask and queries differ in length"
+    if mask.documents is not None and not mask.holds_whole_documents:
+        return "packed documents with a cache"
     if dropout > 0:
         return "dropout is active"
     for name in ("softcap", "s_aux", "position_bias"):
@@ -119,7 +130,9 @@ def _block_means(
     plan: LayerPlan, key: torch.Tensor, mask: SparsityMask, layer: SparseDynamicLayer | None
 ) -> torch.Tensor | None:
     """Cached block means, where the cache keeps them and blocks are contiguous."""
-    if plan.method != "moba" or layer is None or not mask.left_padded_only:
+    if plan.method != "moba" or layer is None or mask.documents is not None:
+        return None
+    if not mask.left_padded_only:
         return None
     return layer.block_means_for(key, plan.budget[0], mask.origins)
 

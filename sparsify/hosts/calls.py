@@ -21,7 +21,8 @@ class SiteCall:
     """The arguments of one call.
 
     q `[B, Hq, T, D]`, k and v `[B, Hkv, S, *]`; `q_start` `[B]` and `key_mask` `[B, S]` are the
-    op's arguments of these names, None at their defaults; `scale` None means D ** -0.5.
+    op's arguments of these names, None at their defaults; `scale` None means D ** -0.5. `documents`
+    `[B, T]` are the numbers of the tokens' documents, None where every row is one document.
     """
 
     plan: LayerPlan
@@ -31,6 +32,7 @@ class SiteCall:
     scale: float | None
     q_start: torch.Tensor | None
     key_mask: torch.Tensor | None
+    documents: torch.Tensor | None = None
 
 
 Observer = Callable[[SiteCall], None]
@@ -62,6 +64,7 @@ def run_sparse(call: SiteCall, block_means: torch.Tensor | None = None) -> torch
             call.v,
             q_start=call.q_start,
             key_mask=call.key_mask,
+            documents=call.documents,
             block_means=block_means,
             scale=call.scale,
         )

@@ -16,6 +16,9 @@ from typing import Any, ClassVar
 import torch
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
 
+from sparsify.hosts.packing import documents_of
+from sparsify.kernels.documents import document_layout
+
 __all__ = ["SparsityMask", "dense_implementation", "sparsify_mask"]
 
 
@@ -23,7 +26,8 @@ __all__ = ["SparsityMask", "dense_implementation", "sparsify_mask"]
 class SparsityMask:
     """What is known of the mask of one forward.
 
-    `causal` says that the visible keys of query i are exactly the unpadded keys j <= q_offset + i.
+    `causal` says that the visible keys of query i are exactly the unpadded keys j <= q_offset + i,
+    of the query's own document where `documents` gives the number of every token's document.
     `padding` is the user's 2-D mask cut or extended to the keys, bool [batch, kv_length], or None
     when no key is hidden; keys beyond the user's mask count as hidden, as in transformers.
     """
@@ -36,6 +40,7 @@ class SparsityMask:
     kv_offset: int
     padding_2d: torch.Tensor | None
     build_dense: Callable[[], torch.Tensor | None] = field(repr=False)
+    documents: torch.Tensor | None = None
     # `generate` prepares the mask for static caches and hands it to the forward, which asks this.
     ndim: ClassVar[int] = 4
 
@@ -52,8 +57,24 @@ class SparsityMask:
 
     @cached_property
     def keys_in_use(self) -> int:
-        """Keys up to the last query, as against room in the cache behind them."""
+        """Keys up to the last query, as against room in the cache behind them; those of the
+        longest document where rows hold several."""
+        if self.documents is not None:
+            ends = document_layout(self.documents).cu_seqlens_q
+            return 0 if ends is None else int(ends.diff().max())
         return int(self.q_offset) - self.kv_offset + self.q_length
+
+    @property
+    def holds_whole_documents(self) -> bool:
+        """Whether every document begins in these queries: no key of it lies in a cache."""
+        lengths = {self.q_length, self.kv_length}
+        if self.documents is not None:
+            lengths.add(self.documents.shape[1])
+        return (
+            len(lengths) == 1
+            and not isinstance(self.q_offset, torch.Tensor)
+            and self.q_offset == self.kv_offset == 0
+        )
 
     @cached_property
     def left_padded_only(self) -> bool:
@@ -106,9 +127,9 @@ def sparsify_mask(
 ) -> SparsityMask:
     """Mask function for `AttentionMaskInterface` (transformers.masking_utils).
 
-    Only transformers' own causal mask function, by identity, is known to be causal; windows,
-    packing and user functions arrive as other functions and are left to the dense mask. A mask
-    that was prepared before is handed through.
+    Only transformers' own causal mask function, and its causal one inside packed documents, both by
+    identity, are known to be causal; windows and user functions arrive as other functions and are
+    left to the dense mask. A mask that was prepared before is handed through.
     """
     if isinstance(attention_mask, SparsityMask):
         return attention_mask
@@ -133,8 +154,9 @@ def sparsify_mask(
         )
         return mask
 
+    documents = documents_of(mask_function)
     return SparsityMask(
-        causal=mask_function is causal_mask_function,
+        causal=mask_function is causal_mask_function or documents is not None,
         batch_size=batch_size,
         q_length=q_length,
         kv_length=kv_length,
@@ -142,4 +164,5 @@ def sparsify_mask(
         kv_offset=kv_offset,
         padding_2d=attention_mask,
         build_dense=build_dense,
+        documents=documents,
     )

@@ -304,15 +304,6 @@ def test_a_static_cache_chooses_as_a_growing_one(method):
         assert (chosen.differing, chosen.unmatched) == (0, 0), site
 
 
-def test_packed_position_ids_are_not_taken_for_one_causal_sequence():
-    model, ids = build("llama"), tokens(1, 40)
-    rewritten = rewrite(model)
-    positions = torch.cat([torch.arange(25), torch.arange(15)])[None]
-    packed = logits(model, ids, position_ids=positions)
-    assert torch.equal(logits(rewritten, ids, position_ids=positions), packed)
-    assert "mask is not plain causal" in host.fallbacks(rewritten).values()
-
-
 def test_disabling_by_environment_runs_dense(monkeypatch):
     model, ids = build("llama"), tokens(1, 40)
     rewritten = rewrite(model)
