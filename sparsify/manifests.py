@@ -18,7 +18,14 @@ from typing import Any
 from sparsify.errors import ArtefactError
 from sparsify.versions import package_versions
 
-__all__ = ["MANIFEST", "MANIFEST_SCHEMA", "check_manifest", "intact", "write_manifest"]
+__all__ = [
+    "MANIFEST",
+    "MANIFEST_SCHEMA",
+    "check_file",
+    "check_manifest",
+    "intact",
+    "write_manifest",
+]
 
 MANIFEST = "manifest.json"
 MANIFEST_SCHEMA = 1
@@ -65,13 +72,24 @@ def check_manifest(folder: str | Path) -> dict[str, Any]:
     """
     root = Path(folder)
     data = _read(root)
-    try:
+    with _readable(root):
         for name, facts in data["files"].items():
             _check_file(root, name, facts)
         _refuse_strangers(root, data["files"])
-    except OSError as error:
-        raise ArtefactError(f"Cannot read {error.filename or root}: {error.strerror}.") from None
     return data
+
+
+def check_file(folder: str | Path, name: str) -> None:
+    """Compare one file that the manifest names; for those who read nothing else.
+
+    Raises:
+        ArtefactError: as `check_manifest`.
+    """
+    root = Path(folder)
+    data = _read(root)
+    with _readable(root):
+        if name in data["files"]:
+            _check_file(root, name, data["files"][name])
 
 
 @contextlib.contextmanager
@@ -97,6 +115,14 @@ def intact(folder: str | Path) -> Iterator[None]:
     after = _identities(root)
     if any(before.get(path) != after.get(path) for path in files):
         raise ArtefactError(f"{folder} was changed while it was read.", "Load it again.")
+
+
+@contextlib.contextmanager
+def _readable(root: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ArtefactError(f"Cannot read {error.filename or root}: {error.strerror}.") from None
 
 
 def _check_file(root: Path, name: str, facts: dict[str, Any]) -> None:

@@ -20,13 +20,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from sparsify.errors import ArtefactError, CaptureError, UsageError
 from sparsify.hosts.attention import FALLBACK, sparsify_attention
 from sparsify.hosts.caches import sparse_layer
 from sparsify.hosts.masks import dense_implementation, sparsify_mask
-from sparsify.manifests import MANIFEST, intact
+from sparsify.manifests import MANIFEST, check_file, intact
 from sparsify.plans import LayerPlan, Plan
 
 __all__ = [
@@ -261,16 +266,12 @@ def _fitted(plan: Plan, model: PreTrainedModel) -> Plan:
     return plan
 
 
-def _intact(folder: Any) -> contextlib.AbstractContextManager[None]:
-    """Within it the folder is what its manifest says, if this package wrote it."""
+def _is_ours(folder: Any) -> bool:
+    """Whether this package wrote the folder; other tools write files of the manifest's name too."""
     if not isinstance(folder, str | os.PathLike) or not (Path(folder) / MANIFEST).is_file():
-        return contextlib.nullcontext()
-    # Other tools write files of that name too.
-    with contextlib.suppress(OSError, ValueError):
-        config = (Path(folder) / "config.json").read_bytes()
-        if b'"sparsify"' not in config and not (Path(folder) / "plan.json").is_file():
-            return contextlib.nullcontext()
-    return intact(Path(folder))
+        return False
+    config, plan = Path(folder) / "config.json", Path(folder) / "plan.json"
+    return plan.is_file() or (config.is_file() and b'"sparsify"' in config.read_bytes())
 
 
 def _check_saved_plan(folder: Any, stored: Any) -> None:
@@ -287,6 +288,7 @@ def _register() -> None:
     AttentionInterface.register(NAME, sparsify_attention)
     AttentionMaskInterface.register(NAME, sparsify_mask)
     original = PreTrainedModel.from_pretrained.__func__
+    read_config = PreTrainedConfig.get_config_dict.__func__
     if getattr(original, "sparsify_wrapped", False):
         return
 
@@ -295,13 +297,21 @@ def _register() -> None:
         cls: type, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any
     ) -> Any:
         folder = pretrained_model_name_or_path
-        with _intact(folder):
+        with intact(folder) if _is_ours(folder) else contextlib.nullcontext():
             loaded = original(cls, folder, *args, **kwargs)
             _attach_saved_plan(loaded[0] if isinstance(loaded, tuple) else loaded, folder)
         return loaded
 
+    @functools.wraps(read_config)
+    def get_config_dict(cls: type, pretrained_model_name_or_path: Any, **kwargs: Any) -> Any:
+        # Auto classes read the config before the model class is known.
+        if _is_ours(pretrained_model_name_or_path):
+            check_file(pretrained_model_name_or_path, "config.json")
+        return read_config(cls, pretrained_model_name_or_path, **kwargs)
+
     from_pretrained.sparsify_wrapped = True  # type: ignore[attr-defined]
     PreTrainedModel.from_pretrained = classmethod(from_pretrained)
+    PreTrainedConfig.get_config_dict = classmethod(get_config_dict)
 
 
 _register()
