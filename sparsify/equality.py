@@ -170,8 +170,12 @@ def _batched(call: SiteCall, place: int) -> SiteCall:
         both = [x[:1], x[:1].flip(2)]
         return torch.cat(both if place == 0 else both[::-1])
 
-    # The samples of this check are not padded, so the layout is the default for both sequences.
-    return dataclasses.replace(call, q=pair(call.q), k=pair(call.k), v=pair(call.v))
+    def twice(x: torch.Tensor | None) -> torch.Tensor | None:
+        return None if x is None else torch.cat([x[:1], x[:1]])
+
+    # The samples of this check are not padded, so both sequences lie alike.
+    layout = {name: twice(getattr(call, name)) for name in ("q_start", "key_mask", "documents")}
+    return dataclasses.replace(call, q=pair(call.q), k=pair(call.k), v=pair(call.v), **layout)
 
 
 def _with_one_thread(call: SiteCall) -> torch.Tensor:

@@ -6,10 +6,13 @@ weights, the others share them. Reading runs no stranger's code: the archives ho
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
+import logging
 import warnings
-from collections.abc import Sequence
+import zipfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -100,26 +103,52 @@ def _model(archives: Sequence[tuple[bytes, str]], plan: Plan, config: Any) -> Gr
     return _class(document)(programs, plan, signature, state, config)
 
 
-def _class(document: dict[str, Any]) -> type[GraphModel]:
-    if document.get("class") == GraphModel.__name__:
+def _class(call: dict[str, Any]) -> type[GraphModel]:
+    """The class of the saved model; what its outputs are made of is known to torch afterwards."""
+    if call.get("class") == GraphModel.__name__:
         return GraphModel
-    from sparsify.hosts.graph_transformers import LanguageGraphModel
+    from sparsify.hosts.graph_transformers import LanguageGraphModel, register_caches
 
+    register_caches()
     return LanguageGraphModel
 
 
 def _read(data: bytes, name: str) -> tuple[torch.export.ExportedProgram, dict[str, Any]]:
-    files = {CALL_FILE: ""}
     try:
-        exported = torch.export.load(io.BytesIO(data), extra_files=files)
-        call = json.loads(files[CALL_FILE])
+        call = _call(data)
+        _check_schema(call, name)
+        _class(call)
+        with _quiet():
+            return torch.export.load(io.BytesIO(data)), call
     except SparsifyError:
         raise
     except Exception as error:  # torch raises whatever its readers raise
         raise ArtefactError(f"{name} cannot be read: {type(error).__name__}.") from error
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without torch's remarks on sizes that the graph does not use."""
+    logger = logging.getLogger("torch._export.serde.serialize")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def _call(data: bytes) -> dict[str, Any]:
+    """How the program is called, read before torch reads the archive."""
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        found = [entry for entry in archive.namelist() if entry.endswith(f"/{CALL_FILE}")]
+        call: dict[str, Any] = json.loads(archive.read(found[0]))
+        return call
+
+
+def _check_schema(call: dict[str, Any], name: str) -> None:
     if call.get("schema", 0) > CALL_SCHEMA:
         raise ArtefactError(
             f"{name} has schema {call['schema']}, this version reads up to {CALL_SCHEMA}.",
             "Update sparsify-attention.",
         )
-    return exported, call
