@@ -26,6 +26,7 @@ __all__ = [
     "MANIFEST",
     "check_manifest",
     "check_target",
+    "check_utf8",
     "output_directory",
     "output_file",
     "write_manifest",
@@ -59,6 +60,21 @@ def check_target(target: str | Path, *, force: bool = False, directory: bool = T
     except OSError as error:
         said = os.strerror(error.errno) if error.errno else str(error)
         raise UsageError(f"Cannot write {target}: {said}.") from error
+
+
+def check_utf8(path: str | Path) -> None:
+    """Refuse a path of bytes that are no text: files of weights are not opened by it.
+
+    Raises:
+        UsageError: the path is not valid UTF-8.
+    """
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        raise UsageError(
+            f"The path {path} is not valid UTF-8; weights cannot be opened by it.",
+            "Rename it.",
+        ) from None
 
 
 def _check_target(given: str | Path, path: Path, *, force: bool, directory: bool) -> None:

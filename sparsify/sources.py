@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from sparsify.errors import CaptureError, MissingExtraError, SparsifyError, UsageError
 from sparsify.factories import call_factory, first_line, looks_like_factory
+from sparsify.files import check_utf8
 
 if TYPE_CHECKING:
     import torch
@@ -85,7 +86,8 @@ def load_model(
     want = _Wanted(dtype, with_tokenizer, progress or (lambda _: None))
     path = Path(spec)
     if path.is_dir():
-        return _load_folder(path, path.resolve().name or str(path), want)
+        check_utf8(path)
+        return _load_folder(path, _text(path.resolve().name or str(path)), want)
     if path.exists():
         return _load_file(path, want)
     if looks_like_factory(spec):
@@ -160,7 +162,12 @@ def _load_gguf(path: Path, want: _Wanted) -> LoadedModel:
         )
         _forget_quantisation(model)
         tokenizer = _tokenizer(transformers, folder, want, **options)
-        return LoadedModel(model, tokenizer, path.stem, "gguf")
+        return LoadedModel(model, tokenizer, _text(path.stem), "gguf")
+
+
+def _text(name: str) -> str:
+    """A file's name as text that can be written anywhere; names may hold any bytes."""
+    return os.fsencode(name).decode(errors="replace")
 
 
 def _forget_quantisation(model: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -22,7 +23,7 @@ from sparsify.cli.options import (
     parse_whole,
 )
 from sparsify.errors import NothingToDoError, UsageError
-from sparsify.files import check_target
+from sparsify.files import check_target, check_utf8
 
 if TYPE_CHECKING:
     from sparsify.plans import Plan
@@ -179,6 +180,7 @@ def _check_output(given: str | None, model: str, force: bool) -> Path:
         raise UsageError("Where to write is missing.", "Give -o DIR, or --dry-run.")
     output = Path(given)
     check_target(output, force=force)
+    check_utf8(os.path.realpath(output))
     source = Path(model)
     if source.exists() and is_within(source, output):
         raise UsageError(f"{output} holds the model that is read.", "Choose another target.")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from sparsify.files import output_directory, write_manifest
+from sparsify.files import check_utf8, output_directory, write_manifest
 from sparsify.plans import Plan
 from sparsify.report import SparsifyReport
 
@@ -29,9 +30,11 @@ def artefact(
     """A folder to write the model into; it appears complete at the end, or not at all.
 
     Raises:
-        UsageError: the target exists, is not empty and `force` is not given.
+        UsageError: the target exists, is not empty and `force` is not given, or its path is not
+            valid UTF-8.
     """
     say = progress or (lambda _: None)
+    check_utf8(os.path.realpath(directory))
     with output_directory(directory, force=force) as folder:
         say("writing the model")
         yield folder

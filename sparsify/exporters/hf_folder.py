@@ -11,6 +11,7 @@ import transformers
 
 from sparsify.errors import ArtefactError
 from sparsify.exporters.folder import artefact
+from sparsify.files import check_utf8
 from sparsify.hosts import transformers as host
 from sparsify.manifests import intact
 
@@ -38,9 +39,11 @@ def load(directory: Path, **options: Any) -> torch.nn.Module:
 
     Raises:
         ArtefactError: not such a folder, or a file is missing or damaged.
+        UsageError: the path is not valid UTF-8.
     """
     if not directory.is_dir():
         raise ArtefactError(f"There is no folder {directory}.")
+    check_utf8(directory)
     with intact(directory):
         return _load(directory, options)
 
