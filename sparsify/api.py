@@ -16,6 +16,7 @@ from sparsify.errors import (
 )
 from sparsify.hosts.graph import Proved, agreed
 from sparsify.ir import AttentionSite, Refusal, site_key
+from sparsify.passes.examples import is_transformers_model
 from sparsify.plans import Plan
 from sparsify.policy import Policy
 from sparsify.report import SparsifyReport, VerificationReport
@@ -237,16 +238,43 @@ def verify(
     samples: Any = None,
     **options: Any,
 ) -> VerificationReport:
-    """Run the checks V1-V7 on `rewritten` against `original` (`sparsify.checks.run`)."""
-    from sparsify import checks
+    """Run the checks on `rewritten` against `original` (see `sparsify.checks.run`).
 
+    Args:
+        samples: for a language model text, texts or token ids; for any other module one call of
+            its forward as `(args, kwargs)`, long enough that some rows are sparse.
+
+    Raises:
+        UsageError: an unknown check, a model without a plan, or unusable samples.
+    """
     for name, model in (("original", original), ("rewritten", rewritten)):
         _must_be(model, torch.nn.Module, name, "a torch.nn.Module")
+    language = is_transformers_model(original)
+    args, kwargs = ((), {}) if language else _call_of(samples)
     names = options.get("checks")
     if names is None or "V1" in [str(name).strip().upper() for name in names]:
-        found = inspect(original, progress=options.get("progress"))
-        options = {"expected": found.expected, "detected": found.keys, **options}
+        found = inspect(original, args, kwargs, progress=options.get("progress"))
+        options = {"detected": found.keys, **options}
+        if language:
+            options.setdefault("expected", found.expected)
+    if not language:
+        from sparsify import module_checks
+
+        return module_checks.run(original, rewritten, args, kwargs, **options)
+    from sparsify import checks
+
     return checks.run(original, rewritten, samples, **options)
+
+
+def _call_of(samples: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Example inputs as `(args, kwargs)`."""
+    fits = isinstance(samples, tuple) and len(samples) == 2
+    if not (fits and isinstance(samples[0], tuple | list) and isinstance(samples[1], dict)):
+        raise UsageError(
+            "A module that is no language model is verified on example inputs.",
+            "Pass samples=(args, kwargs).",
+        )
+    return tuple(samples[0]), dict(samples[1])
 
 
 def export(

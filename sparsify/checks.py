@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import math
-import subprocess
-import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +14,7 @@ from sparsify.comparing import (
     Context,
     evaluating,
     logits,
+    reloaded,
     result,
     same_bits,
     watching,
@@ -94,6 +92,7 @@ def run(
         dump_selection=None if dump_selection is None else Path(dump_selection),
         expected=expected,
         detected=None if detected is None else tuple(detected),
+        inputs=None,
         greedy_tokens=greedy_tokens,
         say=say,
     )
@@ -148,19 +147,11 @@ def artefact(c: Context) -> CheckResult:
     if c.directory is None:
         return CheckResult("V7", "artefact", "skipped", "no saved folder was given", {})
     ids = c.tokens(c.limit)
-    with tempfile.TemporaryDirectory() as folder:
-        given, answer = Path(folder) / "ids.pt", Path(folder) / "logits.pt"
-        torch.save(ids.cpu(), given)
-        command = [sys.executable, "-m", "sparsify.hosts.reload", str(c.directory.resolve())]
-        command += [str(given), str(answer), str(ids.device), str(torch.get_num_threads())]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode != 0:
-            last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-            return CheckResult("V7", "artefact", "failed", f"reloading failed: {last}", {})
-        reloaded = torch.load(answer, weights_only=True)
-    faults = []
-    if not same_bits(reloaded, logits(c.rewritten, ids).cpu()):
-        faults.append("the reloaded model computes other outputs")
+    there = reloaded(c.directory, (ids,), {"use_cache": False})
+    if isinstance(there, str):
+        return CheckResult("V7", "artefact", "failed", there, {})
+    same = same_bits(there[0], logits(c.rewritten, ids).cpu())
+    faults = [] if same else ["the reloaded model computes other outputs"]
     text = f"a fresh process computes the same bits on {c.limit} tokens"
     return result("V7", "artefact", faults, text, {"tokens": c.limit})
 

@@ -11,12 +11,16 @@ import contextlib
 import dataclasses
 import functools
 import math
+import subprocess
+import sys
+import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from sparsify.hosts.calls import SiteCall, observing
 from sparsify.plans import Plan
@@ -24,7 +28,9 @@ from sparsify.report import CheckResult
 from sparsify.variants import all_dense, retuned, takes
 
 __all__ = [
+    "ALL_BLOCKS",
     "Context",
+    "Pair",
     "error",
     "evaluating",
     "join",
@@ -32,39 +38,53 @@ __all__ = [
     "logits",
     "logits_in_steps",
     "plain_and_padded",
+    "reloaded",
     "result",
     "same_bits",
     "variant",
     "watching",
 ]
 
+ALL_BLOCKS = 10**6
 CHECK_TOKENS = 1024
 # max|a - b| / max|b| for the outputs of a model, given the same selection.
 TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-12}
 
 
 @dataclasses.dataclass
-class Context:
-    """What every check sees. `ids` are the samples as token ids `[1, T]`, the first leads."""
+class Pair:
+    """A rewritten model and its original.
+
+    `expected` attention layers are named by the original's config, `detected` are the site keys of
+    a fresh inspection; `inputs` are the arguments of one call, for models that need examples.
+    """
 
     original: Any
     rewritten: Any
     plan: Plan
+    expected: int | None
+    detected: tuple[str, ...] | None
+    inputs: tuple[tuple[Any, ...], dict[str, Any]] | None
+
+    @functools.cached_property
+    def dense(self) -> Any:
+        """The original rewritten under a policy that keeps every layer dense."""
+        return all_dense(self.original, self.rewritten, self.inputs)
+
+
+@dataclasses.dataclass
+class Context(Pair):
+    """What every check of a language model sees. `ids` are the samples as token ids `[1, T]`, the
+    first leads."""
+
     ids: list[torch.Tensor]
     source: str
     tokenizer: Any
     lengths: tuple[int, ...] | None
     directory: Path | None
     dump_selection: Path | None
-    expected: int | None
-    detected: tuple[str, ...] | None
     greedy_tokens: int
     say: Callable[[str], None]
-
-    @functools.cached_property
-    def dense(self) -> Any:
-        """The original rewritten under a policy that keeps every layer dense."""
-        return all_dense(self.original, self.rewritten)
 
     @property
     def spans(self) -> list[int]:
@@ -136,7 +156,7 @@ class Seen:
 
 
 @contextlib.contextmanager
-def watching(c: Context) -> Iterator[Seen]:
+def watching(c: Pair) -> Iterator[Seen]:
     """Count what runs sparse inside the `with`."""
     seen = Seen(c.plan)
     with observing(seen.note):
@@ -208,6 +228,25 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
     return torch.equal(a, b) or bool(torch.all((a == b) | ((a != a) & (b != b))))
+
+
+def reloaded(
+    directory: Path, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> list[torch.Tensor] | str:
+    """Tensors that a fresh process gets from the saved folder for one call, or what went wrong."""
+    leaves = pytree.tree_leaves((args, kwargs))
+    device = next((str(x.device) for x in leaves if isinstance(x, torch.Tensor)), "cpu")
+    with tempfile.TemporaryDirectory() as folder:
+        given, answer = Path(folder) / "inputs.pt", Path(folder) / "outputs.pt"
+        torch.save({"args": args, "kwargs": kwargs}, given)
+        command = [sys.executable, "-m", "sparsify.hosts.reload", str(directory.resolve())]
+        command += [str(given), str(answer), device, str(torch.get_num_threads())]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+            return f"reloading failed: {last}"
+        found: list[torch.Tensor] = torch.load(answer, weights_only=True)
+        return found
 
 
 class evaluating:

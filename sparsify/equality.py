@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from sparsify.comparing import (
+    ALL_BLOCKS,
     Context,
     error,
     join,
@@ -28,7 +29,6 @@ from sparsify.variants import in_float64, takes
 
 __all__ = ["dense_limit", "determinism", "phases"]
 
-ALL_BLOCKS = 10**6
 # Share of rows that may choose other blocks, near ties flipped by rounding.
 FLIPPED_ROWS = {torch.float32: 1e-3, torch.float64: 0.0}
 LOW_PRECISION_FLIPPED_ROWS = 1e-2
@@ -174,8 +174,15 @@ def _batched(call: SiteCall, place: int) -> SiteCall:
         return None if x is None else torch.cat([x[:1], x[:1]])
 
     # The samples of this check are not padded, so both sequences lie alike.
-    layout = {name: twice(getattr(call, name)) for name in ("q_start", "key_mask", "documents")}
-    return dataclasses.replace(call, q=pair(call.q), k=pair(call.k), v=pair(call.v), **layout)
+    return dataclasses.replace(
+        call,
+        q=pair(call.q),
+        k=pair(call.k),
+        v=pair(call.v),
+        q_start=twice(call.q_start),
+        key_mask=twice(call.key_mask),
+        documents=twice(call.documents),
+    )
 
 
 def _with_one_thread(call: SiteCall) -> torch.Tensor:

@@ -42,6 +42,11 @@ def chosen_host(model: torch.nn.Module, args: Args, kwargs: Kwargs, host: str) -
         raise UsageError(f"Unknown host {host!r}; use {', '.join(HOSTS[:-1])} or {HOSTS[-1]}.")
     if host == "dynamo":
         raise CaptureError("The dynamo host does not exist yet in this version.")
+    if isinstance(model, GraphModel):
+        raise CaptureError(
+            "The model is a result of the graph host, whose attention is rewritten already.",
+            "Give the original model.",
+        )
     known = is_transformers_model(model)
     if host == "auto":
         host = "transformers" if known else "graph"

@@ -30,6 +30,14 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 HF_EXTRA = 'Run: pip install "sparsify-attention[hf]"'
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "vocab.json",
+    "vocab.txt",
+)
+
 _log = logging.getLogger(__name__)
 
 Kind = Literal["hf", "gguf", "python", "sparsified"]
@@ -108,11 +116,13 @@ def _load_folder(path: Path, name: str, want: _Wanted) -> LoadedModel:
 
 
 def _load_rewritten(path: Path, name: str, want: _Wanted) -> LoadedModel:
-    want.say(f"loading {name}, which sparsify wrote")
-    with _transformers() as transformers:
-        from sparsify import api
+    from sparsify import api
 
-        options = {} if want.dtype == "auto" else {"dtype": want.dtype}
+    want.say(f"loading {name}, which sparsify wrote")
+    options = {} if want.dtype == "auto" else {"dtype": want.dtype}
+    if (path / "model.pt2").is_file() and not _has_tokenizer(path):
+        return LoadedModel(api.load(path, **options), None, name, "sparsified")
+    with _transformers() as transformers:
         try:
             model = api.load(path, **options)
         except SparsifyError:
@@ -315,14 +325,7 @@ def _tokenizer(transformers: Any, folder: Path, want: _Wanted, **options: Any) -
     """The tokenizer, or None when it is not wanted or the folder has no tokenizer files."""
     if not want.tokenizer:
         return None
-    names = (
-        "tokenizer.json",
-        "tokenizer.model",
-        "tokenizer_config.json",
-        "vocab.json",
-        "vocab.txt",
-    )
-    if not options and not any((folder / name).is_file() for name in names):
+    if not options and not _has_tokenizer(folder):
         return None
     try:
         return transformers.AutoTokenizer.from_pretrained(
@@ -335,6 +338,10 @@ def _tokenizer(transformers: Any, folder: Path, want: _Wanted, **options: Any) -
         # transformers converts some kinds of GGUF tokenizers only; the model is usable without.
         _log.warning("%s; going on without it", said)
         return None
+
+
+def _has_tokenizer(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in TOKENIZER_FILES)
 
 
 @contextmanager

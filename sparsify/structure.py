@@ -8,13 +8,28 @@ from typing import Any
 
 import torch
 
-from sparsify.comparing import Context, join, logits, plain_and_padded, result, same_bits
+from sparsify.comparing import (
+    Context,
+    Pair,
+    join,
+    logits,
+    plain_and_padded,
+    result,
+    same_bits,
+)
 from sparsify.hosts.graph_model import GraphModel
 from sparsify.hosts.signature import signature_of
 from sparsify.passes.retune import is_site, site_of
 from sparsify.report import CheckResult
 
-__all__ = ["no_op", "structure"]
+__all__ = [
+    "interface_faults",
+    "no_op",
+    "program_faults",
+    "site_faults",
+    "state_faults",
+    "structure",
+]
 
 
 def structure(c: Context) -> CheckResult:
@@ -22,9 +37,10 @@ def structure(c: Context) -> CheckResult:
 
     `detected` are the sites of a fresh inspection of the original, where the caller made one.
     """
-    faults = _state_faults(c) + _interface_faults(c) + _site_faults(c)
-    if isinstance(c.rewritten, GraphModel):
-        faults += _program_faults(c, c.rewritten)
+    faults = state_faults(c) + interface_faults(c) + site_faults(c) + program_faults(c)
+    ids = c.tokens(2)
+    if list(c.original(ids).keys()) != list(c.rewritten(ids).keys()):
+        faults.append("the outputs have other names")
     counts = {s: sum(p.status == s for p in c.plan) for s in ("rewritten", "kept_dense", "refused")}
     summary = ", ".join(f"{n} {s.replace('_', ' ')}" for s, n in counts.items())
     weights = len(c.original.state_dict())
@@ -38,7 +54,7 @@ def structure(c: Context) -> CheckResult:
     return result("V1", "structure", faults, done, metrics)
 
 
-def _state_faults(c: Context) -> list[str]:
+def state_faults(c: Pair) -> list[str]:
     a, b = c.original.state_dict(), c.rewritten.state_dict()
     faults = []
     if a.keys() != b.keys():
@@ -54,7 +70,7 @@ def _state_faults(c: Context) -> list[str]:
     return faults
 
 
-def _interface_faults(c: Context) -> list[str]:
+def interface_faults(c: Pair) -> list[str]:
     faults = []
     if isinstance(c.rewritten, GraphModel):
         same = signature_of(c.original.forward) == c.rewritten.sparsify_signature
@@ -63,13 +79,10 @@ def _interface_faults(c: Context) -> list[str]:
         same = one == two
     if not same:
         faults.append("the forward signature changed")
-    ids = c.tokens(2)
-    if list(c.original(ids).keys()) != list(c.rewritten(ids).keys()):
-        faults.append("the outputs have other names")
     return faults
 
 
-def _site_faults(c: Context) -> list[str]:
+def site_faults(c: Pair) -> list[str]:
     faults = []
     if c.expected is not None and len(c.plan) != c.expected:
         faults.append(
@@ -85,12 +98,15 @@ def _site_faults(c: Context) -> list[str]:
     return faults
 
 
-def _program_faults(c: Context, model: GraphModel) -> list[str]:
-    """Sites, inputs, outputs, mutations and dynamic sizes of the programs against a fresh capture
-    of the original."""
+def program_faults(c: Pair) -> list[str]:
+    """Sites, inputs, outputs, mutations and dynamic sizes of the programs of the graph host against
+    a fresh capture of the original."""
+    if not isinstance(c.rewritten, GraphModel):
+        return []
     planned = [p.key for p in c.plan.rewritten]
     faults = []
-    for program, other in zip(model.sparsify_programs, c.dense.sparsify_programs, strict=True):
+    pairs = zip(c.rewritten.sparsify_programs, c.dense.sparsify_programs, strict=True)
+    for program, other in pairs:
         graph = program.exported.graph
         graph.lint()
         there = [site_of(node) for node in graph.nodes if is_site(node)]

@@ -49,14 +49,17 @@ def _with_plan(model: Any, plan: Plan) -> Any:
     return twin
 
 
-def all_dense(original: Any, rewritten: Any) -> Any:
+Inputs = tuple[tuple[Any, ...], dict[str, Any]] | None
+
+
+def all_dense(original: Any, rewritten: Any, inputs: Inputs = None) -> Any:
     """What rewriting the original makes of it under a policy that keeps every layer dense."""
     plan = plan_of(rewritten)
     assert plan is not None
     dense = _changed(plan, method="dense", status="kept_dense")
     if not isinstance(rewritten, GraphModel):
         return _with_plan(rewritten, dense)
-    return _built(original, dense)
+    return _built(original, dense, inputs)
 
 
 def in_float64(original: Any, rewritten: Any) -> Any:
@@ -68,7 +71,8 @@ def in_float64(original: Any, rewritten: Any) -> Any:
     return _built(copy.deepcopy(original).double(), plan)
 
 
-def _built(original: Any, plan: Plan) -> Any:
-    programs = rewriting.capture_programs(original, host="graph")
+def _built(original: Any, plan: Plan, inputs: Inputs = None) -> Any:
+    args, kwargs = inputs or ((), {})
+    programs = rewriting.capture_programs(original, args, kwargs, host="graph")
     model, _ = rewriting.apply_plan(original, plan, programs, host="graph", inplace=False)
     return model

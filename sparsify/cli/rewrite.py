@@ -34,6 +34,14 @@ if TYPE_CHECKING:
 __all__ = ["rewrite"]
 
 
+class Host(StrEnum):
+    """What a model is rewritten to."""
+
+    AUTO = "auto"
+    TRANSFORMERS = "transformers"
+    GRAPH = "graph"
+
+
 class MethodName(StrEnum):
     """Methods that can be asked for by options alone."""
 
@@ -53,6 +61,14 @@ class Indexer(StrEnum):
 
     PROXY = "proxy"
     LEARNED = "learned"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Where:
+    """The host, and whether an existing folder may be replaced."""
+
+    host: str
+    force: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,6 +116,9 @@ def rewrite(
     indexer: Annotated[
         Indexer | None, typer.Option("--indexer", help="Where MSA's block scores come from.")
     ] = None,
+    host: Annotated[
+        Host, typer.Option("--host", help="What the result is: a transformers model, or a graph.")
+    ] = Host.AUTO,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show what would be done; write nothing.")
     ] = False,
@@ -120,7 +139,7 @@ def rewrite(
         from sparsify.sources import load_model
 
         loaded = load_model(model, dtype=dtype.value, with_tokenizer=not dry_run, progress=say)
-        done = _work(loaded, wanted, target, force, say)
+        done = _work(loaded, wanted, target, _Where(host.value, force), say)
     streams.show_json(done.to_json()) if json else streams.show(*render.report(done))
     if dry_run and not done.counts["rewritten"]:
         raise NothingToDoError(f"Nothing would be rewritten in {done.model}.")
@@ -188,13 +207,17 @@ def _check_output(given: str | None, model: str, force: bool) -> Path:
 
 
 def _work(
-    loaded: LoadedModel, wanted: Policy | Plan, output: Path | None, force: bool, say: Any
+    loaded: LoadedModel, wanted: Policy | Plan, output: Path | None, where: _Where, say: Any
 ) -> SparsifyReport:
     """Prove, plan, and unless this is a dry run (no output) rewrite and write."""
     from sparsify import api, planner
     from sparsify.plans import Plan
+    from sparsify.rewriting import chosen_host
 
-    found = api.inspect(loaded.model, loaded.args, loaded.kwargs, name=loaded.name, progress=say)
+    host = chosen_host(loaded.model, loaded.args, loaded.kwargs, where.host)
+    found = api.inspect(
+        loaded.model, loaded.args, loaded.kwargs, host=host, name=loaded.name, progress=say
+    )
     if isinstance(wanted, Plan):
         plan = wanted
         planner.check_plan(plan, found.sites, found.refusals)
@@ -210,8 +233,9 @@ def _work(
         kwargs=loaded.kwargs,
         plan=plan,
         inspection=found,
-        inplace=True,
+        host=host,
+        inplace=host == "transformers",  # the graph host copies no weights either
         progress=say,
     )
-    api.export(result, output, tokenizer=loaded.tokenizer, force=force, progress=say)
+    api.export(result, output, tokenizer=loaded.tokenizer, force=where.force, progress=say)
     return result.report

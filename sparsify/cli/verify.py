@@ -96,6 +96,7 @@ def _check_names(text: str) -> list[str]:
 
 def _verify(directory: Path, against: str, say: Any, **options: Any) -> VerificationReport:
     from sparsify import api
+    from sparsify.passes.examples import is_transformers_model
     from sparsify.sources import DTYPES, load_model
 
     rewritten = load_model(str(directory), progress=say)
@@ -109,18 +110,34 @@ def _verify(directory: Path, against: str, say: Any, **options: Any) -> Verifica
         with_tokenizer=rewritten.tokenizer is None,
         progress=say,
     )
+    common = {
+        "directory": directory,
+        "checks": options.pop("checks"),
+        "model_name": str(directory),
+        "against": original.name,
+        "progress": say,
+    }
+    if not is_transformers_model(original.model):
+        _refuse_texts(options)
+        inputs = (original.args or (), original.kwargs or {})
+        return api.verify(original.model, rewritten.model, inputs, **common)
     return api.verify(
         original.model,
         rewritten.model,
         options.pop("samples"),
         tokenizer=rewritten.tokenizer or original.tokenizer,
-        directory=directory,
         expected=api.expected_layers(original.model),
-        model_name=str(directory),
-        against=original.name,
-        progress=say,
+        **common,
         **options,
     )
+
+
+def _refuse_texts(options: dict[str, Any]) -> None:
+    """A module that is no language model is verified on the inputs that its factory gives."""
+    names = {"samples": "--prompts", "lengths": "--seq", "dump_selection": "--dump-selection"}
+    for name, option in names.items():
+        if options[name] is not None:
+            raise UsageError(f"{option} is for language models.", "Leave it out.")
 
 
 @contextlib.contextmanager

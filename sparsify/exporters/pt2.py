@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from sparsify.errors import ArtefactError
+from sparsify.errors import ArtefactError, UsageError
 from sparsify.exporters.folder import artefact
 from sparsify.hosts import archive
 from sparsify.hosts.graph_model import GraphModel
@@ -28,12 +28,15 @@ def save(model: GraphModel, directory: Path, **contents: Any) -> Path:
     return directory
 
 
-def load(directory: Path) -> GraphModel:
+def load(directory: Path, **options: Any) -> GraphModel:
     """Load a folder written by `save`.
 
     Raises:
         ArtefactError: not such a folder, or a file is missing or damaged.
+        UsageError: for any option; an exported program is loaded as it is.
     """
+    if options:
+        raise UsageError(f"{directory} holds exported programs, which take no {min(options)}.")
     if not directory.is_dir():
         raise ArtefactError(f"There is no folder {directory}.")
     with intact(directory):
