@@ -38,6 +38,8 @@ class LogitsCheck(NumericCheck):
         factor: what visible scores are said to be multiplied by.
     """
 
+    most_elements = 32_000_000  # of float64, several times
+
     def __init__(self, captured: Captured, frame: Frame, factor: float) -> None:
         scores = frame.call.scores
         assert scores is not None

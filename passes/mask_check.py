@@ -31,7 +31,6 @@ __all__ = ["NumericCheck"]
 Expr = Any
 SHORT_LENGTH = 7
 LONG_LENGTH = 24
-MAX_ELEMENTS = 90_000_000
 
 
 class NumericCheck:
@@ -43,6 +42,8 @@ class NumericCheck:
         mask: the boolean or float tensor that hides keys; the one of the call by default.
         cut: a node in its sub-graph whose values will be given.
     """
+
+    most_elements = 90_000_000
 
     def __init__(
         self,
@@ -111,7 +112,7 @@ class NumericCheck:
             if columns.is_Symbol and columns not in self.lengths:
                 sizes[columns] = concrete(self.frame.kv_len, sizes)
         elements = sympy.prod([concrete(size, sizes) for size in shape_of(self.mask)])
-        if elements > MAX_ELEMENTS:
+        if elements > self.most_elements:
             raise NotRunnable(f"a mask for {length} positions is too large to check")
         return sizes
 

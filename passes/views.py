@@ -155,6 +155,10 @@ def _matrix_transpose(node: Node, index: Index, space: IndexSpace) -> Step:
     return _source(node), (*index[:-2], index[-1], index[-2])
 
 
+def _reversed(node: Node, index: Index, space: IndexSpace) -> Step:
+    return _source(node), index[::-1]
+
+
 def _permute(node: Node, index: Index, space: IndexSpace) -> Step:
     order = [_axis(dim, len(index)) for dim in argument(node, "dims")]
     entries: list[Expr] = [None] * len(index)
@@ -295,6 +299,7 @@ RULES: dict[str, Rule] = {
     "aten.swapdims": _transpose,
     "aten.t": _matrix_transpose,
     "aten.mT": _matrix_transpose,
+    "aten.numpy_T": _reversed,
     "aten.permute": _permute,
     "aten.movedim": _movedim,
     "aten.moveaxis": _movedim,

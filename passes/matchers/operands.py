@@ -6,6 +6,7 @@ operand's order, and constant factors are taken out, so that the operand is the 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import sympy
@@ -19,7 +20,10 @@ from sparsify.passes.index_values import Unreadable
 from sparsify.passes.matchers.call import Operand
 from sparsify.passes.views import view_source
 
-__all__ = ["constant", "peeled"]
+__all__ = ["constant", "peeled", "unpermuted"]
+
+Order = tuple[int, ...]
+Step = tuple[Node, Order, float | None]  # the source, its order, and the factor taken out, if any
 
 PERMUTES = aten("transpose swapaxes swapdims t mT permute movedim moveaxis numpy_T")
 COPIES = aten("contiguous clone alias detach")
@@ -28,32 +32,44 @@ MULTIPLIES = aten("mul multiply")
 DIVIDES = aten("div divide true_divide")
 
 
-def peeled(
-    operand: Operand, evaluator: Evaluator | None = None, dtype: torch.dtype | None = None
-) -> tuple[Operand, float]:
+def unpermuted(operand: Operand, evaluator: Evaluator) -> Operand:
+    """The tensor behind permutations, as far as they are needed for the canonical layout."""
+    return _peeled(operand, evaluator, [_permuted])[0]
+
+
+def peeled(operand: Operand, evaluator: Evaluator, dtype: torch.dtype) -> tuple[Operand, float]:
     """The tensor behind permutations and constant factors, and the product of these factors.
 
     Permutations beyond the last factor are kept in the graph where that leaves the operand in
-    canonical layout. Without an evaluator no factor is taken out. Given the dtype of the values,
-    a cast from it to a wider one is taken out too: operators compute in float32 by themselves.
+    canonical layout. A cast from `dtype`, that of the values, to a wider one is taken out too:
+    operators compute in float32 by themselves.
     """
+
+    def scaled(node: Node, order: Order) -> Step | None:
+        return _scaled(node, order, evaluator)
+
+    def narrower(node: Node, order: Order) -> Step | None:
+        return _narrower(node, order, dtype)
+
+    return _peeled(operand, evaluator, [_permuted, scaled, narrower])
+
+
+def _peeled(
+    operand: Operand, evaluator: Evaluator, rules: list[Callable[[Node, Order], Step | None]]
+) -> tuple[Operand, float]:
     node, order, factor = operand.node, operand.order, 1.0
     best = operand
-    while True:
-        step = (
-            _permuted(node, order)
-            or _scaled(node, order, evaluator)
-            or _narrower(node, order, dtype)
-        )
+    while node not in evaluator.frozen:  # what is changed in place is not what it was made of
+        step = next((found for rule in rules if (found := rule(node, order))), None)
         if step is None:
-            return best, factor
+            break
         node, order, own = step
-        found = Operand(node, order)
         if own is not None or best.permuted:
-            best, factor = found, factor * (1.0 if own is None else own)
+            best, factor = Operand(node, order), factor * (1.0 if own is None else own)
+    return best, factor
 
 
-def _permuted(node: Node, order: tuple[int, ...]) -> tuple[Node, tuple[int, ...], None] | None:
+def _permuted(node: Node, order: Order) -> Step | None:
     name = op_name(node)
     if name in COPIES:
         source = node.args[0]
@@ -69,26 +85,22 @@ def _permuted(node: Node, order: tuple[int, ...]) -> tuple[Node, tuple[int, ...]
     return source, tuple(where[places[axis]] for axis in order), None
 
 
-def _scaled(
-    node: Node, order: tuple[int, ...], evaluator: Evaluator | None
-) -> tuple[Node, tuple[int, ...], float] | None:
+def _scaled(node: Node, order: Order, evaluator: Evaluator) -> Step | None:
     name = op_name(node)
-    if evaluator is None or name not in MULTIPLIES | DIVIDES or argument(node, "rounding_mode"):
+    if name not in MULTIPLIES | DIVIDES or argument(node, "rounding_mode"):
         return None
     left, right = node.args[:2]
     pairs = [(left, right), (right, left)] if name in MULTIPLIES else [(left, right)]
     for source, other in pairs:
         if isinstance(source, Node) and _carries(source, node):
             number = constant(other, evaluator)
-            if number:
+            if number is not None and number > 0:  # a sign belongs to the operand
                 return source, order, number if name in MULTIPLIES else 1.0 / number
     return None
 
 
-def _narrower(
-    node: Node, order: tuple[int, ...], dtype: torch.dtype | None
-) -> tuple[Node, tuple[int, ...], float] | None:
-    if dtype is None or op_name(node) not in CASTS:
+def _narrower(node: Node, order: Order, dtype: torch.dtype) -> Step | None:
+    if op_name(node) not in CASTS:
         return None
     source = node.args[0]
     if not isinstance(source, Node) or dtype_of(source) != dtype or not dtype.is_floating_point:

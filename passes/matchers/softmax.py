@@ -16,8 +16,8 @@ from sparsify.passes.graphs import argument, aten, dtype_of, op_name, shape_of
 from sparsify.passes.index_expr import Evaluator
 from sparsify.passes.index_space import IndexSpace, Ranges
 from sparsify.passes.matchers.call import AttentionCall, Scores, turned
-from sparsify.passes.matchers.operands import peeled
-from sparsify.passes.matchers.products import Product, read_product
+from sparsify.passes.matchers.operands import peeled, unpermuted
+from sparsify.passes.matchers.products import Product, added, read_product
 from sparsify.passes.matchers.softmax_checks import check
 from sparsify.passes.matchers.softmax_walk import (
     Surroundings,
@@ -75,7 +75,7 @@ class _Form:
     def call(self, evaluator: Evaluator) -> AttentionCall:
         """The attention, its operands in front of permutations and constant factors."""
         scores = self._aligned(self._at_scores())
-        v, _ = peeled(turned(self.values.right))
+        v = unpermuted(turned(self.values.right), evaluator)
         q, q_factor = peeled(scores.left, evaluator, dtype_of(v.node))
         k, k_factor = peeled(scores.right, evaluator, dtype_of(v.node))
         return AttentionCall(
@@ -95,6 +95,9 @@ class _Form:
     def _values(self) -> Product:
         """The product with the values, seen with the weights on the left."""
         product = _product(self.around.values[0])
+        addend = added(product.out.node)
+        if addend is not None and addend[1:] != (0, 1):
+            raise _unsupported("the product with the values adds a tensor", product.out.node)
         sides = [p for p in (product, product.swapped()) if p.left.node in self.around.weights]
         if len(sides) != 1:
             raise _unsupported("the weights are multiplied by themselves", product.out.node)
