@@ -1,8 +1,8 @@
 """The attention function of a rewritten transformers model: sparse where its plan says so.
 
 It is stateless: the plan of a site sits on its attention module (`module.sparsify_plan`), what is
-known of the mask arrives as a `SparsityMask`, and the cache layer as the keyword
-`sparsify_layer`. Everything else goes to the model's previous attention, and is counted.
+known of the mask arrives as a `SparsityMask`, and what is known of the cache as the keyword
+`sparsify_cache`. Everything else goes to the model's previous attention, and is counted.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from sparsify import settings
 from sparsify.errors import CaptureError, StrictError
-from sparsify.hosts.caches import SparseDynamicLayer
+from sparsify.hosts.caches import CacheUse
 from sparsify.hosts.calls import SiteCall, current_observer, run_sparse
 from sparsify.hosts.masks import SparsityMask, dense_implementation
 from sparsify.plans import LayerPlan
@@ -38,19 +38,21 @@ def sparsify_attention(
     attention_mask: Any,
     dropout: float = 0.0,
     scaling: float | None = None,
-    sparsify_layer: SparseDynamicLayer | None = None,
+    sparsify_cache: CacheUse | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attention function for `AttentionInterface`: sparse where the module's plan says so.
 
-    It goes sparse only on a `SparsityMask` that is known to be causal. Whatever else arrives (a
-    user's 4-D mask, no mask at all, active dropout, a softcap) goes to the model's previous
-    attention and is counted, or raises `StrictError` under SPARSIFY_STRICT=1.
+    It goes sparse only on a `SparsityMask` that is known to be causal, and on keys that are known
+    to be exact. Whatever else arrives (a user's 4-D mask, no mask at all, active dropout, a
+    softcap, a quantised cache) goes to the model's previous attention and is counted, or raises
+    `StrictError` under SPARSIFY_STRICT=1.
     """
     plan: LayerPlan | None = getattr(module, "sparsify_plan", None)
     reason = _planned_dense(plan, query, key, attention_mask)
     if reason is None and plan is not None:
         fallback = _fallback(query, key, attention_mask, dropout, kwargs)
+        fallback = fallback or _unfit_cache(query, key, sparsify_cache)
         if fallback is not None and settings.strict():
             raise StrictError(f"{plan.fqn} would run dense: {fallback}.")
         if fallback is None:
@@ -60,7 +62,7 @@ def sparsify_attention(
                 watch[0](call)
             if watch is None or not watch[1]:
                 _count(module, "sparse")
-                means = _block_means(plan, key, attention_mask, sparsify_layer)
+                means = _block_means(plan, key, attention_mask, sparsify_cache)
                 return run_sparse(call, means).transpose(1, 2).contiguous(), None
         reason = "observed" if fallback is None else FALLBACK + fallback
     _count(module, f"dense: {reason}")
@@ -126,10 +128,18 @@ def _fallback(
     return None
 
 
+def _unfit_cache(query: torch.Tensor, key: torch.Tensor, cache: CacheUse | None) -> str | None:
+    """Why the keys may not be all keys as they were computed, or None."""
+    if cache is not None:
+        return cache.unfit
+    return "the keys come from a cache that is not seen" if key.shape[2] > query.shape[2] else None
+
+
 def _block_means(
-    plan: LayerPlan, key: torch.Tensor, mask: SparsityMask, layer: SparseDynamicLayer | None
+    plan: LayerPlan, key: torch.Tensor, mask: SparsityMask, cache: CacheUse | None
 ) -> torch.Tensor | None:
     """Cached block means, where the cache keeps them and blocks are contiguous."""
+    layer = None if cache is None else cache.layer
     if plan.method != "moba" or layer is None or mask.documents is not None:
         return None
     if not mask.left_padded_only:

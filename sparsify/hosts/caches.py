@@ -1,19 +1,23 @@
-"""KV-cache layers that also keep what sparse attention needs: the means of complete MoBA blocks.
+"""KV caches: which layers give back every key exactly, and layers that also keep block means.
 
 A mean is taken once, when its block is complete, over the stored keys, so a decode step reads one
-mean per block instead of every key and chooses exactly as the whole prefill does.
+mean per block instead of every key and chooses exactly as the whole prefill does. transformers'
+growing layer is replaced by one that keeps them; static layers are attended without. A layer that
+rounds its keys, drops some of them or is not known is not attended sparsely at all.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from transformers import cache_utils
 from transformers.cache_utils import Cache, DynamicLayer, EncoderDecoderCache
 
 from sparsify.kernels.scores import mean_keys
 
-__all__ = ["BlockMeans", "SparseDynamicLayer", "sparse_layer"]
+__all__ = ["BlockMeans", "CacheUse", "SparseDynamicLayer", "cache_use", "sparse_layer"]
 
 
 class BlockMeans:
@@ -72,12 +76,6 @@ class BlockMeans:
                 every = torch.tensor(self.origins)[rows.cpu()]
                 self.origins = tuple(every.tolist())
 
-    def to(self, device: torch.device | str) -> None:
-        """Follow the keys to another device."""
-        if self.means_BGND is not None:
-            self.means_BGND = self.means_BGND.to(device, non_blocking=True)
-            self.last_BGD = None
-
     def reset(self) -> None:
         """Forget everything."""
         self.means_BGND = None
@@ -118,7 +116,11 @@ class BlockMeans:
 
 
 class SparseDynamicLayer(DynamicLayer):  # type: ignore[misc]
-    """transformers' growing cache layer that also keeps block means."""
+    """transformers' growing cache layer that also keeps block means.
+
+    The means of an offloaded layer stay where they are: they are small, and the next step wants
+    them.
+    """
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -154,14 +156,55 @@ class SparseDynamicLayer(DynamicLayer):  # type: ignore[misc]
         if rows is not None:
             self.block_means.index(rows[indices.cpu()])
 
-    def offload(self) -> None:
-        super().offload()
-        self.block_means.to("cpu")
 
-    def prefetch(self) -> None:
-        super().prefetch()
-        if self.is_initialized:
-            self.block_means.to(self.device)
+@dataclass(frozen=True)
+class CacheUse:
+    """What one attention module may make of its cache.
+
+    `unfit` says why the keys it gives back are not all keys as they were computed; None if they
+    are. `layer` keeps block means; None where the cache layer keeps none.
+    """
+
+    unfit: str | None = None
+    layer: SparseDynamicLayer | None = None
+
+
+def _layer_classes(names: str) -> frozenset[type]:
+    """Those of transformers' layer classes that this version has."""
+    found = (getattr(cache_utils, name, None) for name in names.split())
+    return frozenset(kind for kind in found if kind is not None)
+
+
+# By identity: a subclass may store its keys in another way.
+_EXACT = {SparseDynamicLayer} | _layer_classes(
+    "DynamicLayer StaticLayer LinearAttentionAndFullAttentionLayer "
+    "LinearAttentionAndStaticFullAttentionLayer"
+)
+_QUANTISED = tuple(_layer_classes("BaseQuantizedLayer QuantizedLayer"))
+
+
+def cache_use(cache: Any, layer_idx: int) -> CacheUse:
+    """How layer `layer_idx` of `cache` may be used; its layer is replaced as by `sparse_layer`."""
+    if isinstance(cache, EncoderDecoderCache):
+        cache = cache.self_attention_cache
+    if not isinstance(cache, Cache) or type(cache).update is not Cache.update:
+        return CacheUse(f"caches of kind {type(cache).__name__} are not known")
+    layer = sparse_layer(cache, layer_idx)
+    if layer is not None:
+        return CacheUse(layer=layer)
+    if layer_idx >= len(cache.layers):
+        return CacheUse("the cache has no layer for this module")
+    return CacheUse(_unfit(cache.layers[layer_idx]))
+
+
+def _unfit(layer: Any) -> str | None:
+    if type(layer) in _EXACT:
+        return None
+    if isinstance(layer, _QUANTISED):
+        return "the cache rounds its keys (quantised)"
+    if getattr(layer, "is_sliding", False):
+        return "the cache keeps a window of the keys only"
+    return f"cache layers of kind {type(layer).__name__} are not known"
 
 
 def sparse_layer(cache: Any, layer_idx: int) -> SparseDynamicLayer | None:

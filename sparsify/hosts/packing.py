@@ -21,7 +21,7 @@ _BOTH = and_masks(causal_mask_function).__code__
 _SAME_DOCUMENT = masking_utils.packed_sequence_mask_function(_NOTHING).__code__
 # a version without it leaves the causal function as it is
 _remap: Any = getattr(masking_utils, "remap_positions_for_packed_sequence", None)
-_ON_POSITIONS = None if _remap is None else _remap(causal_mask_function, _NOTHING).__code__
+_ON_POSITIONS: Any = None if _remap is None else _remap(causal_mask_function, _NOTHING).__code__
 
 
 def documents_of(mask_function: Callable[..., Any]) -> torch.Tensor | None:
@@ -45,10 +45,11 @@ def documents_of(mask_function: Callable[..., Any]) -> torch.Tensor | None:
 
 def _closed_over(function: Any, code: Any) -> dict[str, Any]:
     """The variables of a function that has this very code; nothing for any other."""
-    if code is None or getattr(function, "__code__", None) is not code:
+    own = getattr(function, "__code__", None)
+    if own is None or own is not code:
         return {}
     cells = function.__closure__ or ()
-    return {name: cell.cell_contents for name, cell in zip(code.co_freevars, cells, strict=True)}
+    return {name: cell.cell_contents for name, cell in zip(own.co_freevars, cells, strict=True)}
 
 
 def _in_order(documents: torch.Tensor, positions: torch.Tensor | None = None) -> bool:

@@ -23,13 +23,14 @@ import torch
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
+    Cache,
     PreTrainedConfig,
     PreTrainedModel,
 )
 
 from sparsify.errors import ArtefactError, CaptureError, UsageError
 from sparsify.hosts.attention import FALLBACK, sparsify_attention
-from sparsify.hosts.caches import sparse_layer
+from sparsify.hosts.caches import cache_use
 from sparsify.hosts.masks import dense_implementation, sparsify_mask
 from sparsify.manifests import MANIFEST, check_file, intact
 from sparsify.plans import LayerPlan, Plan
@@ -67,17 +68,21 @@ def fallbacks(model: torch.nn.Module) -> dict[str, str]:
     return found
 
 
-def _offer_cache_layer(
+def _offer_cache(
     module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Forward pre-hook: let the attention function see the cache layer of its module."""
-    cache = kwargs.get("cache", kwargs.get("past_key_values"))
-    layer_idx = getattr(module, "layer_idx", None)
+    """Forward pre-hook: let the attention function see the cache of its module."""
+    cache, layer_idx = _cache_among(args, kwargs), getattr(module, "layer_idx", None)
     if cache is not None and isinstance(layer_idx, int):
-        layer = sparse_layer(cache, layer_idx)
-        if layer is not None:
-            kwargs = {**kwargs, "sparsify_layer": layer}
+        kwargs = {**kwargs, "sparsify_cache": cache_use(cache, layer_idx)}
     return args, kwargs
+
+
+def _cache_among(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The cache by the names it has in transformers, or by its type."""
+    named = (kwargs.get(name) for name in ("cache", "past_key_values", "layer_past"))
+    placed = (value for value in args if isinstance(value, Cache))
+    return next((cache for cache in (*named, *placed) if cache is not None), None)
 
 
 class Handle:
@@ -183,11 +188,9 @@ def _mark(module: torch.nn.Module, layer: LayerPlan) -> None:
     module.sparsify_plan = layer  # type: ignore[assignment]
     module.sparsify_counts = Counter()  # type: ignore[assignment]
     signature = inspect.signature(type(module).forward)
-    if layer.method == "moba" and any(
-        p.kind is p.VAR_KEYWORD for p in signature.parameters.values()
-    ):
+    if layer.sparse and any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values()):
         module.sparsify_hook = module.register_forward_pre_hook(  # type: ignore[assignment]
-            _offer_cache_layer, with_kwargs=True
+            _offer_cache, with_kwargs=True
         )
 
 
@@ -311,7 +314,7 @@ def _register() -> None:
 
     from_pretrained.sparsify_wrapped = True  # type: ignore[attr-defined]
     PreTrainedModel.from_pretrained = classmethod(from_pretrained)
-    PreTrainedConfig.get_config_dict = classmethod(get_config_dict)
+    PreTrainedConfig.get_config_dict = classmethod(get_config_dict)  # type: ignore[arg-type]
 
 
 _register()
