@@ -78,6 +78,8 @@ def _file(source: str) -> str:
 
 def _mask(mask: MaskProof) -> str:
     text = mask.kind.value if mask.window is None else f"{mask.kind.value}({mask.window})"
+    if mask.documents is not None:
+        text = f"{text} by {mask.documents}"
     return f"{text}, padding by {mask.padding}" if mask.padding else text
 
 

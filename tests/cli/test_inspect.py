@@ -2,6 +2,8 @@
 
 import json
 
+from sparsify.cli import render
+from sparsify.ir import MaskKind, MaskProof
 from tests._util.tiny_gguf import write_gguf
 
 
@@ -92,3 +94,9 @@ def test_no_attention(cli, factories):
 def test_a_rewritten_folder_can_be_inspected(cli, rewritten):
     code, out, _ = cli("inspect", rewritten, "--json")
     assert code == 0 and len(json.loads(out)["sites"]) == 3
+
+
+def test_the_table_says_what_keeps_documents_apart():
+    proof = MaskProof(MaskKind.DOCUMENT, documents="segment_ids", padding="mask")
+    assert render._mask(proof) == "document by segment_ids, padding by mask"
+    assert render._mask(MaskProof(MaskKind.CAUSAL)) == "causal"
