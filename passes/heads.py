@@ -120,16 +120,4 @@ def _shared(frame: Frame, entry: Expr, group: int) -> bool:
     space.sizes.update(frame.space.sizes)
     outer = space.index("h_group", frame.heads / group)
     inner = space.index("h_inner", sympy.Integer(group))
-    return not _replaced(space, entry, {frame.h: outer * group + inner}).has(inner)
-
-
-def _replaced(space: IndexSpace, expr: Expr, values: dict[Expr, Expr]) -> Expr:
-    """`expr` with symbols replaced and every division done again."""
-    if isinstance(expr, sympy.floor):
-        numerator, n = expr.args[0].as_numer_denom()
-        return space.divmod(_replaced(space, numerator, values), n)[0]
-    if isinstance(expr, sympy.Mod):
-        return space.divmod(_replaced(space, expr.args[0], values), expr.args[1])[1]
-    if expr.args:
-        return sympy.expand(expr.func(*(_replaced(space, arg, values) for arg in expr.args)))
-    return values.get(expr, expr)
+    return not space.replaced(entry, {frame.h: outer * group + inner}).has(inner)

@@ -86,6 +86,17 @@ class IndexSpace:
                 expr = sympy.expand(expr - coefficient * (mod + n * whole) + coefficient * x)
         return expr
 
+    def replaced(self, expr: Expr, values: Mapping[Expr, Expr]) -> Expr:
+        """`expr` with symbols replaced and every division done again."""
+        if isinstance(expr, sympy.floor):
+            numerator, n = expr.args[0].as_numer_denom()
+            return self.divmod(self.replaced(numerator, values), n)[0]
+        if isinstance(expr, sympy.Mod):
+            return self.divmod(self.replaced(expr.args[0], values), expr.args[1])[1]
+        if expr.args:
+            return sympy.expand(expr.func(*(self.replaced(arg, values) for arg in expr.args)))
+        return values.get(expr, expr)
+
     def covers(self, expr: Expr, size: Expr) -> bool:
         """Whether `expr` is a free index that runs over all of an axis of `size`."""
         return expr.is_Symbol and self.sizes.get(expr) == size and expr not in self.bounds

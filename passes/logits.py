@@ -8,6 +8,7 @@ it is hidden. Anything else is no plain attention.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +29,6 @@ from sparsify.passes.refused import Refused
 __all__ = ["Logits", "read_logits"]
 
 Expr = Any
-Index = tuple[Expr, ...]
 
 
 @dataclass(frozen=True)
@@ -52,17 +52,17 @@ def read_logits(frame: Frame, evaluator: Evaluator) -> Logits:
     here = (*frame.lead, frame.i, frame.j)
     index = softmax_index(scores.weights, scores.softmax, here, frame.space)
     assert index is not None  # the matcher has followed it
-    score = _open(scores, evaluator, here)
+    score = _open(scores, evaluator)(*scores.at(here, frame.space))
     value = evaluator.value(scores.logits, index)
     return _Reading(scores, evaluator, frame.h, score).logits(value)
 
 
-def _open(scores: Scores, evaluator: Evaluator, here: Index) -> Expr:
-    """Leave the product of queries and keys open; its element at row i and key j."""
-    node = scores.product.node
-    score = sympy.Function(f"{node.name}.score", real=True)
+def _open(scores: Scores, evaluator: Evaluator) -> Callable[..., Expr]:
+    """Leave the product of queries and keys open: a function of its index."""
+    node = scores.product
+    score: Callable[..., Expr] = sympy.Function(f"{node.name}.score", real=True)
 
-    def rule(index: Index) -> Expr:
+    def rule(index: tuple[Expr, ...]) -> Expr:
         addend = added(node)
         if addend is None:
             return score(*index)
@@ -74,7 +74,7 @@ def _open(scores: Scores, evaluator: Evaluator, here: Index) -> Expr:
         return evaluator.values.apply(lambda x, y: x + sympy.sympify(beta) * y, weighted, other)
 
     evaluator.given[node] = rule
-    return score(*scores.product.at(here))
+    return score
 
 
 class _Reading:
@@ -130,7 +130,7 @@ class _Reading:
             if function.func == self.score.func:
                 raise _modified(f"row i and key j read the score {function}")
             leaf = self.evaluator.leaves.get(function.func.__name__)
-            if leaf is not None and _depends(leaf.node, self.scores.product.node):
+            if leaf is not None and _depends(leaf.node, self.scores.product):
                 raise _modified(f"the scores pass through {leaf.node.name}")
 
 

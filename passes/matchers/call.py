@@ -12,6 +12,7 @@ from typing import Any
 from torch.fx import Node
 
 from sparsify.passes.graphs import dtype_of, shape_of
+from sparsify.passes.index_space import IndexSpace
 
 __all__ = ["AttentionCall", "Operand", "Scores", "as_is", "turned"]
 
@@ -67,13 +68,22 @@ def turned(operand: Operand) -> Operand:
 class Scores:
     """The scores of an attention that is written out as products and a softmax.
 
-    `product` `[..., L, S]` multiplies queries and keys; `softmax` is the node that turns what
-    became of the product into the weights; `weights` `[..., L, S]` is what multiplies the values.
+    `product` multiplies queries and keys; its element `entries` is the score of row and key at
+    `places`, index symbols of `[..., L, S]`. `softmax` turns what became of the product into the
+    weights; `weights` `[..., L, S]` is what multiplies the values.
     """
 
-    product: Operand
+    product: Node
+    entries: Index
+    places: Index
     softmax: Node
     weights: Operand
+
+    def at(self, index: Index, space: IndexSpace) -> Index:
+        """The product's own index of the score at `index`."""
+        pairs = zip(self.places, index, strict=True)
+        values = {place: entry for place, entry in pairs if place.is_Symbol}
+        return tuple(space.replaced(entry, values) for entry in self.entries)
 
     @property
     def logits(self) -> Node:

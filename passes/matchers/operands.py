@@ -1,12 +1,14 @@
 """From a factor of a product back to the tensor that an operator should take.
 
-Keys arrive transposed, queries multiplied by the scale: what only permutes axes becomes the
-operand's order, and constant factors are taken out, so that the operand is the tensor behind them.
+Keys arrive transposed, queries multiplied by the scale, both perhaps with their heads flattened.
+The factor is followed back by index arithmetic: every tensor on the way whose axes are exactly the
+canonical ones, in any order, can be the operand. Constant factors on the way are taken out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import sympy
@@ -20,93 +22,112 @@ from sparsify.passes.index_values import Unreadable
 from sparsify.passes.matchers.call import Operand
 from sparsify.passes.views import view_source
 
-__all__ = ["constant", "peeled", "unpermuted"]
+__all__ = ["Tracer"]
 
-Order = tuple[int, ...]
-Step = tuple[Node, Order, float | None]  # the source, its order, and the factor taken out, if any
-
-PERMUTES = aten("transpose swapaxes swapdims t mT permute movedim moveaxis numpy_T")
-COPIES = aten("contiguous clone alias detach")
-CASTS = aten("to _to_copy type_as float double")
+Expr = Any
+Index = tuple[Expr, ...]
 MULTIPLIES = aten("mul multiply")
 DIVIDES = aten("div divide true_divide")
 
 
-def unpermuted(operand: Operand, evaluator: Evaluator) -> Operand:
-    """The tensor behind permutations, as far as they are needed for the canonical layout."""
-    return _peeled(operand, evaluator, [_permuted])[0]
+@dataclass(frozen=True)
+class Tracer:
+    """Follows factors of products back.
 
-
-def peeled(operand: Operand, evaluator: Evaluator, dtype: torch.dtype) -> tuple[Operand, float]:
-    """The tensor behind permutations and constant factors, and the product of these factors.
-
-    Permutations beyond the last factor are kept in the graph where that leaves the operand in
-    canonical layout. A cast from `dtype`, that of the values, to a wider one is taken out too:
-    operators compute in float32 by themselves.
+    `dtype` is that of the values: a cast from it to a wider one is taken out of queries and keys,
+    since operators compute in float32 by themselves.
     """
 
-    def scaled(node: Node, order: Order) -> Step | None:
-        return _scaled(node, order, evaluator)
+    space: IndexSpace
+    evaluator: Evaluator
+    dtype: torch.dtype
 
-    def narrower(node: Node, order: Order) -> Step | None:
-        return _narrower(node, order, dtype)
+    def operand(
+        self, node: Node, index: Index, wanted: Index, factors: bool = True
+    ) -> tuple[Operand, float] | None:
+        """The operand whose element `wanted`, in canonical axes, is element `index` of `node`, and
+        the product of the constant factors taken out behind it.
 
-    return _peeled(operand, evaluator, [_permuted, scaled, narrower])
+        Of several, the first in canonical layout behind the last factor, or else the last. None
+        when no tensor on the way has the canonical axes. No factor is taken out unless `factors`.
+        """
+        best: Operand | None = None
+        total, pending = 1.0, None
+        for tensor, place, factor in self._way(node, index, factors):
+            if factor is not None:
+                pending = factor * (1.0 if pending is None else pending)
+            order = self._order(tensor, place, wanted)
+            if order is None or not (best is None or best.permuted or pending is not None):
+                continue
+            best, total = Operand(tensor, order), total * (1.0 if pending is None else pending)
+            pending = None
+        return None if best is None else (best, total)
 
+    def _way(
+        self, node: Node, index: Index, factors: bool
+    ) -> Iterator[tuple[Node, Index, float | None]]:
+        """The tensors on the way back, with the factor taken out in front of each, if any."""
+        yield node, index, None
+        while node not in self.evaluator.frozen:  # a change in place is no step to go behind
+            scaled = self._scaled(node) if factors else None
+            if scaled is not None:
+                node, factor = scaled
+                yield node, index, factor
+                continue
+            step = view_source(node, index, self.space)
+            if step is None or dtype_of(step[0]) != dtype_of(node):
+                return
+            node, index = step
+            yield node, index, None
 
-def _peeled(
-    operand: Operand, evaluator: Evaluator, rules: list[Callable[[Node, Order], Step | None]]
-) -> tuple[Operand, float]:
-    node, order, factor = operand.node, operand.order, 1.0
-    best = operand
-    while node not in evaluator.frozen:  # what is changed in place is not what it was made of
-        step = next((found for rule in rules if (found := rule(node, order))), None)
-        if step is None:
-            break
-        node, order, own = step
-        if own is not None or best.permuted:
-            best, factor = Operand(node, order), factor * (1.0 if own is None else own)
-    return best, factor
+    def _order(self, node: Node, index: Index, wanted: Index) -> tuple[int, ...] | None:
+        """The axes of the node in canonical order; None unless each is one of `wanted`, whole."""
+        free = list(range(len(index)))
+        order = []
+        for entry in wanted:
+            for own in (entry, sympy.Integer(0)):  # an axis of one element may be broadcast
+                axis = next((a for a in free if index[a] == own), None)
+                if axis is not None:
+                    break
+            if axis is None or not self._whole(index[axis], shape_of(node)[axis]):
+                return None
+            free.remove(axis)
+            order.append(axis)
+        return None if free else tuple(order)
 
+    def _whole(self, entry: Expr, size: Expr) -> bool:
+        return bool(size == 1) if entry == 0 else self.space.covers(entry, size)
 
-def _permuted(node: Node, order: Order) -> Step | None:
-    name = op_name(node)
-    if name in COPIES:
-        source = node.args[0]
-        return (source, order, None) if isinstance(source, Node) else None
-    if name not in PERMUTES:
+    def _scaled(self, node: Node) -> tuple[Node, float] | None:
+        """What a constant factor, or a cast to a wider type, is applied to."""
+        name = op_name(node)
+        if name in aten("to _to_copy type_as float double"):
+            source = node.args[0]
+            wider = isinstance(source, Node) and dtype_of(source) == self.dtype != dtype_of(node)
+            fits = wider and _eps(dtype_of(node)) < _eps(self.dtype)
+            return (source, 1.0) if fits else None  # type: ignore[return-value]
+        if name not in MULTIPLIES | DIVIDES or argument(node, "rounding_mode"):
+            return None
+        left, right = node.args[:2]
+        pairs = [(left, right), (right, left)] if name in MULTIPLIES else [(left, right)]
+        for source, other in pairs:
+            if isinstance(source, Node) and _carries(source, node):
+                number = self._constant(other)
+                if number is not None and number > 0:  # a sign belongs to the operand
+                    return source, number if name in MULTIPLIES else 1.0 / number
         return None
-    places = tuple(sympy.Symbol(f"axis{n}") for n in range(len(order)))
-    found = view_source(node, places, IndexSpace())
-    if found is None or len(found[1]) != len(order):
-        return None
-    source, index = found
-    where = {place: axis for axis, place in enumerate(index)}
-    return source, tuple(where[places[axis]] for axis in order), None
 
-
-def _scaled(node: Node, order: Order, evaluator: Evaluator) -> Step | None:
-    name = op_name(node)
-    if name not in MULTIPLIES | DIVIDES or argument(node, "rounding_mode"):
-        return None
-    left, right = node.args[:2]
-    pairs = [(left, right), (right, left)] if name in MULTIPLIES else [(left, right)]
-    for source, other in pairs:
-        if isinstance(source, Node) and _carries(source, node):
-            number = constant(other, evaluator)
-            if number is not None and number > 0:  # a sign belongs to the operand
-                return source, order, number if name in MULTIPLIES else 1.0 / number
-    return None
-
-
-def _narrower(node: Node, order: Order, dtype: torch.dtype) -> Step | None:
-    if op_name(node) not in CASTS:
-        return None
-    source = node.args[0]
-    if not isinstance(source, Node) or dtype_of(source) != dtype or not dtype.is_floating_point:
-        return None
-    wider = torch.finfo(dtype_of(node)).eps < torch.finfo(dtype).eps
-    return (source, order, 1.0) if wider else None
+    def _constant(self, value: Any) -> float | None:
+        """A number, or a constant tensor of one element, as a number; None for anything else."""
+        shape = shape_of(value) if is_tensor(value) else ()
+        if any(size != 1 for size in shape):
+            return None
+        try:
+            found = self.evaluator.operand(value, tuple(sympy.Integer(0) for _ in shape))
+        except Unreadable:
+            return None
+        number = isinstance(found, sympy.Expr) and found.is_number and found.is_finite
+        return float(found) if number else None
 
 
 def _carries(source: Node, node: Node) -> bool:
@@ -116,14 +137,5 @@ def _carries(source: Node, node: Node) -> bool:
     return shape_of(source) == shape_of(node) and dtype_of(source) == dtype_of(node)
 
 
-def constant(value: Any, evaluator: Evaluator) -> float | None:
-    """A number, or a constant tensor of one element, as a number; None for anything else."""
-    if is_tensor(value) and any(size != 1 for size in shape_of(value)):
-        return None
-    index = tuple(sympy.Integer(0) for _ in shape_of(value)) if is_tensor(value) else ()
-    try:
-        found = evaluator.operand(value, index)
-    except Unreadable:
-        return None
-    number = isinstance(found, sympy.Expr) and found.is_number and found.is_finite
-    return float(found) if number else None
+def _eps(dtype: torch.dtype) -> float:
+    return float(torch.finfo(dtype).eps) if dtype.is_floating_point else 1.0

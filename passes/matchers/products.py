@@ -30,15 +30,6 @@ class Product:
         """The same product, seen with its operands exchanged."""
         return Product(self.right, self.left, turned(self.out))
 
-    def leading(self, axes: tuple[int, ...]) -> Product:
-        """The same product with its leading canonical axes in another order."""
-
-        def moved(operand: Operand) -> Operand:
-            order = operand.order
-            return Operand(operand.node, (*(order[axis] for axis in axes), *order[-2:]))
-
-        return Product(moved(self.left), moved(self.right), moved(self.out))
-
 
 def read_product(node: Node) -> Product | None:
     """The product, or None when it is not one of two tensors of one rank with one summed axis."""

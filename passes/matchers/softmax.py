@@ -15,8 +15,8 @@ from sparsify.passes.dominators import Dataflow
 from sparsify.passes.graphs import argument, aten, dtype_of, op_name, shape_of
 from sparsify.passes.index_expr import Evaluator
 from sparsify.passes.index_space import IndexSpace, Ranges
-from sparsify.passes.matchers.call import AttentionCall, Scores, turned
-from sparsify.passes.matchers.operands import peeled, unpermuted
+from sparsify.passes.matchers.call import AttentionCall, Operand, Scores, turned
+from sparsify.passes.matchers.operands import Tracer
 from sparsify.passes.matchers.products import Product, added, read_product
 from sparsify.passes.matchers.softmax_checks import check
 from sparsify.passes.matchers.softmax_walk import (
@@ -26,6 +26,7 @@ from sparsify.passes.matchers.softmax_walk import (
     surroundings,
 )
 from sparsify.passes.refused import Refused
+from sparsify.passes.views import broadcast_index
 
 __all__ = ["is_anchor", "place_of", "read_call"]
 
@@ -74,10 +75,15 @@ class _Form:
 
     def call(self, evaluator: Evaluator) -> AttentionCall:
         """The attention, its operands in front of permutations and constant factors."""
-        scores = self._aligned(self._at_scores())
-        v = unpermuted(turned(self.values.right), evaluator)
-        q, q_factor = peeled(scores.left, evaluator, dtype_of(v.node))
-        k, k_factor = peeled(scores.right, evaluator, dtype_of(v.node))
+        entries = self._at_scores()
+        scores, lead = self._turned(entries)
+        tracer = Tracer(self.space, evaluator, dtype_of(self.values.right.node))
+        q, q_factor = self._operand(tracer, scores.left, lead, self.i)
+        k, k_factor = self._operand(tracer, scores.right, lead, self.j)
+        values = turned(self.values.right)
+        key = self.space.index("key_of_v", values.shape[-2])  # may have a symbol of its own
+        v, _ = self._operand(tracer, values, self.lead, key, factors=False)
+        places, softmax = (*self.lead, self.i, self.j), self.around.softmax
         return AttentionCall(
             pattern=self._pattern(),
             out=self.values.out,
@@ -89,8 +95,20 @@ class _Form:
             is_causal=False,
             scale=q_factor * k_factor,
             enable_gqa=False,
-            scores=Scores(scores.out, self.around.softmax, self.values.left),
+            scores=Scores(scores.out.node, entries, places, softmax, self.values.left),
         )
+
+    def _operand(
+        self, tracer: Tracer, factor: Operand, lead: Index, position: Expr, factors: bool = True
+    ) -> tuple[Operand, float]:
+        """The operand of a factor that is read at these leading entries and this position."""
+        feature = self.space.index(f"feature_of_{factor.node.name}", factor.shape[-1])
+        index = factor.at(broadcast_index((*lead, position, feature), factor.shape))
+        wanted = (*self.lead, position, feature)
+        found = tracer.operand(factor.node, index, wanted, factors)
+        if found is None:
+            raise _unsupported("batch and heads of the scores lie otherwise", factor.node)
+        return found
 
     def _values(self) -> Product:
         """The product with the values, seen with the weights on the left."""
@@ -104,7 +122,7 @@ class _Form:
         return sides[0]
 
     def _at_scores(self) -> Index:
-        """Element of the scores' product for row i and key j, in its canonical axes."""
+        """The scores' own element for row i and key j."""
         softmax, weights = self.around.softmax, self.values.left
         index = softmax_index(weights, softmax, (*self.lead, self.i, self.j), self.space)
         if index is None:
@@ -115,26 +133,24 @@ class _Form:
         if shape_of(softmax)[dim] != weights.shape[-1]:
             evidence = f"{weights.shape[-1]} of {shape_of(softmax)[dim]} columns"
             raise Refused("WEIGHTS_MODIFIED", "a part of the attention weights is used", evidence)
-        found = scores_index(self.around, index, self.space)
-        return tuple(found[axis] for axis in self.scores.out.order)
+        return scores_index(self.around, index, self.space)
 
-    def _aligned(self, index: Index) -> Product:
-        """The scores' product with the queries on the left and the result's leading axes."""
-        product, node = self.scores, self.scores.out.node
-        if index[-2:] != (self.i, self.j):
-            product, index = product.swapped(), (*index[:-2], index[-1], index[-2])
-        if index[-2:] != (self.i, self.j):
-            evidence = f"row i and key j read element {index} of {node.name}"
-            raise Refused("SCORES_MODIFIED", "the scores are rearranged", evidence)
-        lead = index[:-2]
-        if lead != self.lead:
-            if set(lead) != set(self.lead) or len(set(lead)) < len(lead):
-                raise _unsupported("batch and heads of the scores lie otherwise", node)
-            product = product.leading(tuple(lead.index(entry) for entry in self.lead))
-        if product.out.shape != (*self.values.out.shape[:-1], self.values.left.shape[-1]):
-            evidence = f"{node.name} has the shape {product.out.shape}"
-            raise Refused("SCORES_MODIFIED", "a part of the scores is used", evidence)
-        return product
+    def _turned(self, entries: Index) -> tuple[Product, Index]:
+        """The scores' product with the queries on the left, and the leading entries it is read
+        at."""
+        node = self.scores.out.node
+        for product in (self.scores, self.scores.swapped()):
+            index = tuple(entries[axis] for axis in product.out.order)
+            if index[-2:] == (self.i, self.j):
+                if product.out.shape[-2:] == (
+                    self.values.out.shape[-2],
+                    self.values.left.shape[-1],
+                ):
+                    return product, index[:-2]
+                evidence = f"{node.name} has the shape {product.out.shape}"
+                raise Refused("SCORES_MODIFIED", "a part of the scores is used", evidence)
+        evidence = f"row i and key j read element {entries} of {node.name}"
+        raise Refused("SCORES_MODIFIED", "the scores are rearranged", evidence)
 
     def _pattern(self) -> str:
         names = {op_name(p.out.node) for p in (self.scores, self.values)}

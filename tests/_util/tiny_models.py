@@ -21,11 +21,11 @@ SMALL = dict(
 )
 
 
-def build(name, seed=0, dtype=torch.float32, **changes):
+def build(name, seed=0, dtype=torch.float32, attention="sdpa", **changes):
     """A random model of the family, in eval mode, its attention far from uniform."""
     config = _config(name, changes)
     torch.manual_seed(seed)
-    model = tf.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    model = tf.AutoModelForCausalLM.from_config(config, attn_implementation=attention)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
@@ -38,11 +38,17 @@ def _config(name, changes):
         sizes = dict(n_embd=48, n_layer=3, n_head=6, n_positions=512, vocab_size=97)
         ids = dict(pad_token_id=0, bos_token_id=1, eos_token_id=2)
         return tf.GPT2Config(**{**sizes, **ids, **changes})
+    if name == "opt":
+        sizes = dict(hidden_size=48, word_embed_proj_dim=48, ffn_dim=64, vocab_size=97)
+        counts = dict(num_hidden_layers=3, num_attention_heads=6, max_position_embeddings=512)
+        ids = dict(pad_token_id=0, bos_token_id=1, eos_token_id=2)
+        return tf.OPTConfig(**{**sizes, **counts, **ids, **changes})
     classes = {
         "llama": tf.LlamaConfig,
         "qwen2": tf.Qwen2Config,
         "qwen3": tf.Qwen3Config,
         "mistral": tf.MistralConfig,
+        "phi3": tf.Phi3Config,
     }
     extra = {"mistral": dict(sliding_window=None), "qwen3": dict(head_dim=8)}.get(name, {})
     return classes[name](**{**SMALL, **extra, **changes})

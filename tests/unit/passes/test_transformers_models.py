@@ -1,5 +1,6 @@
 """Tiny random transformers models: every site with the right facts, at other sizes too."""
 
+import dataclasses
 import functools
 
 import pytest
@@ -59,6 +60,59 @@ def test_the_facts_give_the_models_numbers_at_another_size(name):
     real = inputs["attention_mask"].bool()
     error = (got - wanted)[real].abs().max() / wanted[real].abs().max()
     assert error < 1e-5
+
+
+EAGER = (*FAMILIES, "opt", "phi3")
+
+
+def facts_alone(site):
+    """A site without what names the nodes and the lines of its form."""
+    mask = dataclasses.replace(site.mask, evidence="")
+    stream = dataclasses.replace(site.stream, source="")
+    return dataclasses.replace(site, pattern="", source="", mask=mask, stream=stream)
+
+
+@pytest.mark.parametrize("name", EAGER)
+def test_written_out_attention_has_the_facts_of_the_fused_one(name):
+    _, _, fused = judged(name)
+    _, _, eager = judged(name, attention="eager")
+    assert not eager.refusals and len(eager.sites) == 3
+    assert [site.pattern for site in eager.sites] == ["softmax"] * 3
+    assert list(map(facts_alone, eager.sites)) == list(map(facts_alone, fused.sites))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", EAGER)
+def test_the_facts_of_written_out_attention_give_the_models_numbers(name, dtype):
+    model, captured, found = judged(name, attention="eager", dtype=dtype)
+    inputs = other_inputs()
+    with torch.no_grad():
+        wanted = model(**inputs).logits
+    assert len(found.sites) == 3
+    got = facts.run(captured, found.sites, (), inputs)[0]
+    real = inputs["attention_mask"].bool()
+    error = (got - wanted)[real].abs().max() / wanted[real].abs().max()
+    assert error < (1e-5 if dtype == torch.float32 else 5e-2)
+
+
+def test_products_of_float32_in_a_narrow_model_take_the_narrow_operands():
+    changes = dict(reorder_and_upcast_attn=True, dtype=torch.bfloat16)
+    model, captured, found = judged("gpt2", attention="eager", **changes)
+    assert [site.scale for site in found.sites] == [pytest.approx(8**-0.5)] * 3
+    inputs = other_inputs()
+    with torch.no_grad():
+        wanted = model(**inputs).logits
+    got = facts.run(captured, found.sites, (), inputs)[0]
+    real = inputs["attention_mask"].bool()
+    assert (got - wanted)[real].abs().max() / wanted[real].abs().max() < 5e-2
+
+
+def test_twins_of_eager_models_are_refused():
+    _, _, found = judged("mistral", attention="eager", sliding_window=8)
+    assert not found.sites and codes(found) == ["SLIDING_WINDOW"] * 3
+    model = build("llama", attention="eager", num_hidden_layers=1)
+    inputs = {**example_inputs(model), "output_attentions": True}
+    assert codes(detect(capture(model, (), inputs))) == ["WEIGHTS_USED"]
 
 
 def test_the_normalised_program_still_runs_and_is_bit_equal():
@@ -205,10 +259,11 @@ def test_a_batch_of_one():
     assert site.mask.padding == "attention_mask"
 
 
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize(("length", "phase"), [(1, Phase.DECODE), (5, Phase.CHUNKED_PREFILL)])
-def test_a_cache_before_the_tokens(length, phase):
+def test_a_cache_before_the_tokens(length, phase, attention):
     dynamo = pytest.importorskip("transformers.exporters.exporter_dynamo")
-    model = build("llama", num_hidden_layers=1)
+    model = build("llama", num_hidden_layers=1, attention=attention)
     dynamo.register_cache_pytrees_for_model(model)
     cache = tf.DynamicCache(config=model.config)
     name = "cache" if "cache" in model.forward.__code__.co_varnames else "past_key_values"
