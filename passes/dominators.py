@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 
 import networkx as nx
@@ -47,6 +48,15 @@ class Dataflow:
         self.inputs = [n for n in self.order if n.op == "placeholder" and n.name in wanted]
         self._parents: dict[Node, dict[Node, Node]] = {}
         self._sources: dict[Node, frozenset[Node]] = {}
+
+    @functools.cached_property
+    def live(self) -> frozenset[Node]:
+        """Nodes that some output, or an operator with an effect, depends on."""
+        live: set[Node] = set()
+        for node in reversed(self.order):
+            if node.op == "output" or node.is_impure() or any(u in live for u in node.users):
+                live.add(node)
+        return frozenset(live)
 
     def inputs_of(self, node: Node) -> frozenset[Node]:
         """User inputs that the node's value depends on."""

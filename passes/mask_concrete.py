@@ -14,7 +14,7 @@ import torch
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
-from sparsify.passes.aliases import mutations_of
+from sparsify.passes.aliases import mutations_of, written
 from sparsify.passes.capture import Captured
 from sparsify.passes.graphs import dtype_of, expression, is_shape_only, is_tensor, shape_of
 from sparsify.passes.matchers.products import added
@@ -181,13 +181,14 @@ def _borders(shape: tuple[int, ...]) -> torch.Tensor:
 def _closure(node: Node, user: Node, cut: Node | None) -> list[Node]:
     """Everything needed to compute `node`, in graph order, in-place operators included."""
     found, todo = {node}, [node]
+    written_to = any(written(other) is not None for other in node.graph.nodes)
     while todo:
         current = todo.pop()
         for source in _addends(current) if current is cut else _needed(current):
             if source not in found:
                 found.add(source)
                 todo.append(source)
-        for change in mutations_of(found, before=user):
+        for change in mutations_of(found, before=user) if written_to else ():
             if change not in found:
                 found.add(change)
                 todo.append(change)

@@ -9,7 +9,7 @@ from typing import Any
 from torch.fx import Node
 
 from sparsify.passes.dominators import VIEWS, Dataflow
-from sparsify.passes.graphs import aten, is_shape_only, is_tensor, op_name, shape_of
+from sparsify.passes.graphs import aten, holds_data, is_shape_only, is_tensor, op_name, shape_of
 from sparsify.passes.index_space import IndexSpace
 from sparsify.passes.matchers.call import Operand
 from sparsify.passes.matchers.products import PRODUCTS, factors_of
@@ -30,7 +30,8 @@ class Surroundings:
 
     `scores` are products of two tensors of the input's data; `chain` the steps from them to the
     softmax; `weights` the softmax and its views; `values` the products with the weights, `between`
-    what changes the weights before these, `others` who else reads the weights.
+    what changes the weights before these, `others` who else reads the weights; `live` is what the
+    model needs.
     """
 
     softmax: Node
@@ -40,6 +41,7 @@ class Surroundings:
     values: tuple[Node, ...]
     between: tuple[Node, ...]
     others: tuple[Node, ...]
+    live: frozenset[Node]
 
     @property
     def spine(self) -> frozenset[Node]:
@@ -50,8 +52,8 @@ class Surroundings:
         """Who reads the scores besides the softmax, with what is read."""
         inside = self.spine | {self.softmax}
         for node in (*self.scores, *self.chain):
-            for user in node.users:
-                if user.op == "output" or (_reads(user) and user not in inside):
+            for user in self.live.intersection(node.users) - inside:
+                if _reads(user):
                     yield node, user
 
 
@@ -61,7 +63,7 @@ def surroundings(softmax: Node, flow: Dataflow) -> Surroundings:
     values: list[Node] = []
     between: list[Node] = []
     others: list[Node] = []
-    for user, changed in _uses(softmax):
+    for user, changed in _uses(softmax, flow.live):
         if op_name(user) in PRODUCTS:
             values.append(user)
             between += changed
@@ -75,6 +77,7 @@ def surroundings(softmax: Node, flow: Dataflow) -> Surroundings:
         values=tuple(dict.fromkeys(values)),
         between=tuple(between),
         others=tuple(others),
+        live=flow.live,
     )
 
 
@@ -159,18 +162,22 @@ def _leads_from(node: Node, sources: set[Node]) -> bool:
 
 def _reads(user: Node) -> bool:
     """Whether the user reads values, not only a shape."""
-    return is_tensor(user) and not is_shape_only(user)
+    return user.op == "output" or (holds_data(user) and not is_shape_only(user))
 
 
-def _uses(node: Node, changed: tuple[Node, ...] = ()) -> Iterator[tuple[Node, tuple[Node, ...]]]:
+def _uses(
+    node: Node, live: frozenset[Node], changed: tuple[Node, ...] = ()
+) -> Iterator[tuple[Node, tuple[Node, ...]]]:
     """Where the weights go: a product with values, or anything else; with what changes them."""
     for user in node.users:
         name = op_name(user)
+        if user not in live:
+            continue
         if name in VIEWS or name == "getitem":
-            yield from _uses(user, changed)
+            yield from _uses(user, live, changed)
         elif is_pointwise(user) and _reaches_product(user):
-            yield from _uses(user, (*changed, user))
-        elif _reads(user) or user.op == "output":
+            yield from _uses(user, live, (*changed, user))
+        elif _reads(user):
             yield user, changed
 
 

@@ -116,7 +116,16 @@ class Observed(Attention):
         (lambda out, w, s: (out, w.view(2, 4, 20, 20)), "WEIGHTS_USED"),
         (lambda out, w, s: out + w.amax(), "WEIGHTS_USED"),
         (lambda out, w, s: out + (w @ w).sum(), "WEIGHTS_USED"),
+        (lambda out, w, s: (out, w.topk(3).values), "WEIGHTS_USED"),
+        (lambda out, w, s: (out, w.split(10, -1)[0]), "WEIGHTS_USED"),
+        (lambda out, w, s: (out, w.max(-1).indices), "WEIGHTS_USED"),
+        (
+            lambda out, w, s: (out, torch.cond(out.sum() > 0, torch.sin, torch.cos, (w,))),
+            "WEIGHTS_USED",
+        ),
         (lambda out, w, s: (out, s), "SCORES_USED"),
+        (lambda out, w, s: (out, s.max(-1).values), "SCORES_USED"),
+        (lambda out, w, s: (out, s.unbind(1)[0]), "SCORES_USED"),
         (lambda out, w, s: out + s[..., 0].sum(), "SCORES_USED"),
         (lambda out, w, s: out + s.softmax(-2).sum(), "SCORES_USED"),
     ],
@@ -129,6 +138,36 @@ def test_weights_and_scores_that_are_used_elsewhere(observe, code):
 def test_sizes_of_scores_are_not_uses():
     model = Observed(lambda out, w, s: out + torch.zeros_like(s).sum() + s.shape[-1])
     assert site_of(model, tokens())
+
+
+def test_uses_that_lead_to_no_result_are_none():
+    def observe(out, w, s):
+        w.mean(1), s.topk(3), w.clamp(0.1).log()
+        return out
+
+    assert site_of(Observed(observe), tokens())
+
+
+@pytest.mark.parametrize("mask", [torch.bool, torch.float32])
+def test_multi_head_attention_that_computes_weights(mask):
+    class Heads(torch.nn.Module):
+        def __init__(self, wanted):
+            super().__init__()
+            self.attention = torch.nn.MultiheadAttention(32, 4, batch_first=True)
+            self.wanted = wanted
+
+        def forward(self, x):
+            hidden = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
+            if mask is not torch.bool:
+                hidden = torch.zeros(hidden.shape).masked_fill(hidden, INF)
+            out, weights = self.attention(x, x, x, attn_mask=hidden)
+            return (out, weights) if self.wanted else out
+
+    site = site_of(Heads(False).eval(), tokens())
+    assert site.pattern == "baddbmm" and site.heads.q_heads == 4
+    assert site.scale == pytest.approx(8**-0.5)
+    _, found = judged(Heads(True).eval(), tokens())
+    assert [r.code for r in found.refusals] == ["WEIGHTS_USED"]
 
 
 def test_observed_attention_is_no_step_for_the_layers_behind_it():
