@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import io
 import math
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from sparsify.errors import UsageError
 from sparsify.hosts.calls import SiteCall, observing
 from sparsify.plans import Plan
 from sparsify.report import CheckResult
@@ -238,7 +240,12 @@ def reloaded(
     device = next((str(x.device) for x in leaves if isinstance(x, torch.Tensor)), "cpu")
     with tempfile.TemporaryDirectory() as folder:
         given, answer = Path(folder) / "inputs.pt", Path(folder) / "outputs.pt"
-        torch.save({"args": args, "kwargs": kwargs}, given)
+        data = io.BytesIO()
+        torch.save({"args": args, "kwargs": kwargs}, data)
+        try:
+            given.write_bytes(data.getbuffer())
+        except OSError as error:
+            raise UsageError(f"Cannot write to {folder}: {error.strerror}.") from error
         command = [sys.executable, "-m", "sparsify.hosts.reload", str(directory.resolve())]
         command += [str(given), str(answer), device, str(torch.get_num_threads())]
         done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from sparsify.errors import CaptureError, MissingExtraError, SparsifyError, UsageError
 from sparsify.factories import call_factory, first_line, looks_like_factory
 from sparsify.files import check_utf8
+from sparsify.gguf_files import check_gguf
 
 if TYPE_CHECKING:
     import torch
@@ -158,6 +159,7 @@ def _load_gguf(path: Path, want: _Wanted) -> LoadedModel:
     want.say(f"loading and dequantising {path.name}")
     with _transformers("gguf") as transformers:
         folder, shown = path.resolve().parent, str(path)
+        check_gguf(path)
         options: dict[str, Any] = {"gguf_file": path.name}
         plain = {}
         if hasattr(transformers, "GgufConfig"):  # else some releases keep the weights packed
