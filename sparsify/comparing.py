@@ -137,10 +137,9 @@ class Seen:
 
     def note(self, call: SiteCall) -> None:
         """Observer of `sparsify.hosts.calls.observing`."""
-        key, (n_B, _, n_T, _), n_S = call.plan.key, call.q.shape, call.k.shape[2]
-        real = [n_S] * n_B if call.key_mask is None else call.key_mask.sum(-1).tolist()
+        key, n_T = call.plan.key, call.q.shape[2]
         self.calls[key] += 1
-        self.rows[key] += sum(max(0, n - max(self.spans[key], n - n_T)) for n in real)
+        self.rows[key] += sum(max(0, n - max(self.spans[key], n - n_T)) for n in _real_keys(call))
 
     @property
     def sparse_rows(self) -> int:
@@ -155,6 +154,18 @@ class Seen:
             return [f"{dense[0]}{others} ran dense"]
         short = sorted({span for key, span in self.spans.items() if not self.rows[key]})
         return [f"no input was longer than top-k blocks ({span} tokens)" for span in short]
+
+
+def _real_keys(call: SiteCall) -> list[int]:
+    """Real keys of every sequence: a row of the batch, or a document packed into it."""
+    n_B, n_S = call.q.shape[0], call.k.shape[2]
+    if call.documents is None:
+        return [n_S] * n_B if call.key_mask is None else call.key_mask.sum(-1).tolist()
+    found = []
+    for row, documents in enumerate(call.documents.expand(n_B, -1)):
+        seen = documents if call.key_mask is None else documents[call.key_mask[row]]
+        found += seen.unique_consecutive(return_counts=True)[1].tolist()
+    return found
 
 
 @contextlib.contextmanager

@@ -5,8 +5,10 @@ import torch
 from transformers import masking_utils as mu
 from transformers.masking_utils import and_masks, causal_mask_function, or_masks
 
+from sparsify.comparing import Seen
 from sparsify.errors import StrictError
 from sparsify.hosts import transformers as host
+from sparsify.hosts.calls import observing
 from sparsify.hosts.masks import sparsify_mask
 from sparsify.hosts.packing import documents_of
 from sparsify.plans import LayerPlan, Plan
@@ -115,6 +117,14 @@ def test_without_a_cache_object_transformers_packs_nothing():
         wanted = model(ids, use_cache=True, **where).logits
         assert relative(full(ids, use_cache=True, **where).logits, wanted) <= 1e-4
     assert relative(logits(model, ids, **where)[:, 29:], wanted[:, 29:]) > 1e-3
+
+
+def test_sparse_rows_are_counted_by_document():
+    rewritten = rewrite(build("llama"))
+    seen = Seen(host.plan_of(rewritten))
+    with observing(seen.note):
+        logits(rewritten, tokens(2, 67), position_ids=positions(ROWS))
+    assert seen.sparse_rows == (29 - 16) + (37 - 16) + (54 - 16)
 
 
 NUMBERS = torch.tensor([[0, 0, 0, 1, 1, 2]])

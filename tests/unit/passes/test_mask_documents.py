@@ -258,3 +258,28 @@ def test_the_second_layer_builds_on_the_first():
 
     _, found = judged(Two(), tokens(), numbers())
     assert [site.mask.documents for site in found.sites] == ["d", "d"]
+
+
+def written_out(make):
+    """Attention as separate products and softmax, with the scores hidden by `make`."""
+
+    def attend(self, q, k, v, x, d):
+        scores = q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5
+        return scores.masked_fill(~make(x.shape[1], d), -T.inf).softmax(-1) @ v
+
+    return attend
+
+
+@pytest.mark.parametrize(
+    ("make", "given"), [(BY_INPUT["equal"], numbers), (BY_COUNT["transformers"], positions)]
+)
+def test_documents_in_written_out_attention(make, given):
+    site = site_of(written_out(make), tokens(), given())
+    assert site.pattern == "softmax" and site.mask.kind == MaskKind.DOCUMENT
+    assert (site.mask.documents == "inputs_0") == (given is numbers)
+
+
+def test_documents_in_written_out_attention_have_twins():
+    for name in ("unequal", "or", "shifted_key"):
+        make, code = NOT_BY_INPUT[name]
+        assert code_of(written_out(make), tokens(), numbers()) == code

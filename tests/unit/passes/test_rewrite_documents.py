@@ -82,6 +82,19 @@ def test_with_all_blocks_it_is_the_original_and_with_few_it_is_not():
     assert close(full(x, documents), wanted) and not close(few(x, documents), wanted)
 
 
+def test_attention_that_is_written_out():
+    def attend(self, q, k, v, x, d):
+        scores = q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5
+        hidden = ~(causal(x.shape[1]) & same(d))
+        return scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v
+
+    x, documents = tokens(2, 40), numbers(ROWS)
+    full, few = (rewritten(Attention(attend), (x, documents), topk=k) for k in (100, TOPK))
+    assert close(full(x, documents), DOCUMENTS(x, documents))
+    fused = rewritten(DOCUMENTS, (x, documents))
+    assert close(few(x, documents), fused(x, documents))
+
+
 def test_numbers_that_are_not_next_to_each_other_are_an_error_when_it_runs():
     model = rewritten(DOCUMENTS, (tokens(2, 40), numbers(ROWS)))
     documents = numbers(ROWS)
