@@ -162,7 +162,7 @@ def _files(root: Path) -> Iterator[Path]:
 
 def _identities(root: Path) -> dict[Path, tuple[int, ...]]:
     """What changes when a file is written to or another is put in its place."""
-    found = {}
+    found: dict[Path, tuple[int, ...]] = {}
     for path in (root / MANIFEST, *_files(root)):
         with contextlib.suppress(OSError):
             facts = path.stat()
