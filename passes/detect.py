@@ -22,7 +22,7 @@ from sparsify.passes.capture import Captured
 from sparsify.passes.context import Context
 from sparsify.passes.dataflow import Dataflow, Stream, prove_stream
 from sparsify.passes.frame import Frame
-from sparsify.passes.graphs import number, source_of
+from sparsify.passes.graphs import dtype_of, number, source_of
 from sparsify.passes.heads import framed, head_layout
 from sparsify.passes.logits import read_logits
 from sparsify.passes.mask_proof import prove_mask
@@ -196,11 +196,11 @@ def _check_call(call: AttentionCall, frozen: frozenset[Node]) -> None:
         # the products read them at two times, an operator at one
         message = "the operands are changed in place while attention is written out"
         raise Refused("FORM_UNSUPPORTED", message, ", ".join(changed))
-    if len(call.dtypes) != 1 or not call.dtypes <= DTYPES:
-        names = ", ".join(sorted(str(dtype) for dtype in call.dtypes))
-        raise Refused(
-            "DTYPE", "q, k and v must have one floating-point type, of 16 bits or more", names
-        )
+    dtypes = call.dtypes | {dtype_of(call.node)}
+    if len(dtypes) != 1 or not dtypes <= DTYPES:
+        names = ", ".join(sorted(str(dtype) for dtype in dtypes))
+        message = "q, k, v and the result must have one floating-point type, of 16 bits or more"
+        raise Refused("DTYPE", message, names)
 
 
 def _scale(call: AttentionCall) -> float:

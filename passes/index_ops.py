@@ -215,11 +215,16 @@ def _is_lowest(value: Any, dtype: torch.dtype) -> bool:
 def _extreme(pick: Callable[..., Any]) -> Rule:
     def rule(ev: Evaluator, node: Node, index: Index) -> Value:
         def choose(a: Expr, b: Expr) -> Expr:
-            if not (a.is_number and b.is_number):
-                raise Unreadable(op_name(node))
-            return pick(a, b, key=float)
+            if a.is_number and b.is_number:
+                return pick(a, b, key=float)
+            for one, other in ((a, b), (b, a)):
+                if pick is max and one.is_number and _is_lowest(float(one), dtype_of(node)):
+                    return other  # no finite number of this type is lower
+            raise Unreadable(op_name(node))
 
-        left, right = (ev.operand(value, index) for value in node.args[:2])
+        if len(node.args) != 2 or not is_tensor(node.args[1]):
+            raise Unreadable(op_name(node))  # the largest of an axis
+        left, right = (ev.operand(value, index) for value in node.args)
         return ev.values.apply(choose, left, right)
 
     return rule
@@ -281,6 +286,6 @@ RULES: dict[str, Rule] = {
     **_named(layout.cumsum, "cumsum"),
     **_named(layout.diff, "diff"),
     **_named(_clamp, "clamp", "clamp_min", "clamp_max"),
-    **_named(_extreme(max), "maximum"),
-    **_named(_extreme(min), "minimum"),
+    **_named(_extreme(max), "maximum", "max"),
+    **_named(_extreme(min), "minimum", "min"),
 }

@@ -356,7 +356,7 @@ class Reader:
 
     def _kv_lead(self, lead: Index, q_shape: Index, k_shape: Index) -> Index:
         """Batch and head entries of k and v for those of the output, with grouped heads."""
-        if len(lead) < 2 or q_shape[-3] == k_shape[-3] or k_shape[-3] == 1:
+        if len(lead) < 2 or q_shape[-3] == k_shape[-3] or 1 in (q_shape[-3], k_shape[-3]):
             return lead
         group = q_shape[-3] / k_shape[-3]
         return (*lead[:-1], self.space.divmod(lead[-1], group)[0])

@@ -275,6 +275,43 @@ def test_one_tensor_for_queries_and_keys():
     assert site_of(attending(lambda q, k, v: weights(k, k) @ k), tokens()).scale
 
 
+def five_axes(q, k, v):
+    b, _, n, d = q.shape
+    w = weights(q.view(b, 2, 2, n, d), k[:, :, None])
+    return (w @ v[:, :, None]).reshape(b, 4, n, d)
+
+
+def one_key_head_without_an_axis(q, k, v):
+    w = hidden(torch.einsum("bhid,bjd->bhij", q, k[:, 0])).softmax(-1)
+    return torch.einsum("bhij,bjd->bhid", w, v[:, 0])
+
+
+def grouped_scores(q, k, v):  # neighbouring heads share their weights
+    w = weights(q[:, ::2], k[:, ::2]).repeat_interleave(2, 1)
+    return w @ v
+
+
+@pytest.mark.parametrize("form", [five_axes, one_key_head_without_an_axis, grouped_scores])
+def test_forms_that_are_not_read_are_refused_by_name(form):
+    model = attending(form, hkv=2 if form is five_axes else 4)
+    assert code_of(model, tokens()) == "FORM_UNSUPPORTED"
+
+
+def upcast(q, k, v):
+    b, h, n, d = q.shape
+    empty = torch.empty(b * h, n, n)
+    s = torch.baddbmm(
+        empty, q.reshape(b * h, n, d), k.mT.reshape(b * h, d, n), beta=0, alpha=d**-0.5
+    )
+    return hidden(s.view(b, h, n, n)).softmax(-1) @ v
+
+
+def test_scores_of_flattened_heads_before_values_of_four_axes():
+    site = site_of(attending(upcast), tokens())
+    assert (site.pattern, site.scale) == ("baddbmm", pytest.approx(8**-0.5))
+    assert site.heads == HeadLayout(4, 4, 8, 8)
+
+
 OTHER_AXES = {
     "over_rows": lambda q, k, v: (q @ k.mT).softmax(-2) @ v,
     "over_heads": lambda q, k, v: (q @ k.mT).softmax(1) @ v,

@@ -49,6 +49,9 @@ MASKS = {
     "zeros_like": lambda s, n: s + torch.zeros_like(s).masked_fill(upper(n), INF),
     "filled_twice": lambda s, n: s.masked_fill(upper(n), -1e9).masked_fill(upper(n, 2), INF),
     "clamped_at_the_lowest": lambda s, n: s.masked_fill(upper(n), INF).clamp_min(LOWEST),
+    "no_less_than_the_lowest": lambda s, n: torch.max(
+        s + torch.full((n, n), LOWEST).triu(1), torch.tensor(LOWEST)
+    ),
     "before_the_scale": lambda s, n: (s * 4).masked_fill(upper(n), -1e9) / 4,
 }
 
@@ -107,6 +110,14 @@ OTHERS = {
     ),
     "clamped": (lambda s, n: s.masked_fill(upper(n), INF).clamp(-50, 50), "SCORES_MODIFIED"),
     "capped": (lambda s, n: (s / 5).tanh().mul(5).masked_fill(upper(n), INF), "SOFTCAP"),
+    "no_less_than_minus_50": (
+        lambda s, n: torch.maximum(s.masked_fill(upper(n), INF), torch.tensor(-50.0)),
+        "SCORES_MODIFIED",
+    ),
+    "largest_of_neighbours": (
+        lambda s, n: torch.maximum(s, s * 0.5).masked_fill(upper(n), INF),
+        "SCORES_MODIFIED",
+    ),
     "rectified": (lambda s, n: s.relu().masked_fill(upper(n), INF), "SCORES_MODIFIED"),
     "squared": (lambda s, n: (s * s).masked_fill(upper(n), INF), "SCORES_MODIFIED"),
     "doubled_where_near": (
