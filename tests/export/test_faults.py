@@ -38,25 +38,47 @@ IDS = torch.arange(40)[None] % 200 + 3
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """A kind of artefact: writing it, the ways to load it, and what a loaded model is known by."""
+    """A kind of artefact: making one of two models, writing it, the ways to load it, and what a
+    loaded model is known by. `slower` divides the number of faults.
+    """
 
-    make: Callable[[Any], Any]
+    make: Callable[[int], Any]
     save: Callable[[Any, Path], Any]
     loaders: dict[str, Callable[[Path], Any]]
     facts: Callable[[Any], tuple[Any, ...]]
+    unverified: str
+    slower: int = 1
+
+
+def altered(model, seed):
+    with torch.no_grad():
+        model.lm_head.weight.add_(0.01 * seed)
+    return model
 
 
 @functools.cache
-def source(seed):
-    policy = sp.Policy.moba(block_size=16 if seed == 3 else 8, topk=2, dense_last=1)
-    model = tiny_llama()
-    with torch.no_grad():
-        model.lm_head.weight.add_(0.01 * (seed - 3))
-    return sp.sparsify(model, policy)
+def folder_result(seed):
+    policy = sp.Policy.moba(block_size=8 if seed else 16, topk=2, dense_last=1)
+    return sp.sparsify(altered(tiny_llama(), seed), policy)
+
+
+@functools.cache
+def archive_result(seed):
+    policy = sp.Policy.moba(block_size=8 if seed else 16, topk=2)
+    return sp.sparsify(altered(tiny_llama(layers=1), seed), policy, host="graph")
 
 
 def save_folder(result, folder):
     return sp.export(result, folder, tokenizer=byte_tokenizer(), force=True)
+
+
+def save_archive(result, folder):
+    return sp.export(result, folder, format="pt2", force=True)
+
+
+@torch.no_grad()
+def archive_facts(model):
+    return model(IDS).logits, model.sparsify_plan
 
 
 @torch.no_grad()
@@ -70,7 +92,19 @@ def plainly(folder):
 
 KINDS = {
     "transformers": Kind(
-        source, save_folder, {"sp.load": sp.load, "from_pretrained": plainly}, logits_and_plan
+        folder_result,
+        save_folder,
+        {"sp.load": sp.load, "from_pretrained": plainly},
+        logits_and_plan,
+        "sparsify.exporters.hf_folder.intact",
+    ),
+    "pt2": Kind(
+        archive_result,
+        save_archive,
+        {"sp.load": sp.load},
+        archive_facts,
+        "sparsify.exporters.pt2.intact",
+        slower=4,
     ),
 }
 # OSError: transformers' own clear error for a config.json that is not there.
@@ -152,7 +186,7 @@ def appended(folder, rng):
 
 
 def digit_changed(folder, rng):
-    path = rng.choice([folder / name for name in ("plan.json", "config.json", "manifest.json")])
+    path = rng.choice(sorted(folder.glob("*.json")))
     text = path.read_text()
     places = [i for i, letter in enumerate(text) if letter.isdigit()]
     place = rng.choice(places)
@@ -182,7 +216,7 @@ def kind(request):
 def sound(kind, tmp_path_factory):
     """An undamaged folder and what its model is known by."""
     folder = tmp_path_factory.mktemp("sound") / "out"
-    result = kind.make(3)
+    result = kind.make(0)
     kind.save(result, folder)
     return folder, kind.facts(result.model)
 
@@ -208,7 +242,7 @@ def damage(kind, sound, folder, seed):
 
 def test_damaged_folders_load_right_or_not_at_all(kind, sound, tmp_path):
     counts, wrong = Counter(), []
-    for seed in range(SEED, SEED + DAMAGES):
+    for seed in range(SEED, SEED + DAMAGES // kind.slower):
         done, found = damage(kind, sound, tmp_path / "in" / "out", seed)
         counts.update(f"{how}: {what}" for how, what in found.items())
         wrong += [
@@ -220,31 +254,32 @@ def test_damaged_folders_load_right_or_not_at_all(kind, sound, tmp_path):
     assert not wrong, "\n".join([str(dict(counts)), *wrong])
     # Both kinds of outcome were seen: stale temporaries and notes do no harm, the others do.
     for how in kind.loaders:
-        assert counts[f"{how}: refused"] > DAMAGES // 2, counts
-        assert counts[f"{how}: right"] > DAMAGES // 50, counts
+        assert counts[f"{how}: refused"] > DAMAGES // kind.slower // 2, counts
+        assert counts[f"{how}: right"] > 0, counts
 
 
 def test_without_the_manifest_some_damage_does_load_wrong(kind, sound, tmp_path, monkeypatch):
     """The control: what the test above looks for does happen when nothing is verified."""
     nothing = contextlib.nullcontext()
     monkeypatch.setattr(host, "_is_ours", lambda folder: False)
-    monkeypatch.setattr("sparsify.exporters.hf_folder.intact", lambda folder: nothing)
-    counts = Counter()
-    for seed in range(40):
+    monkeypatch.setattr(kind.unverified, lambda folder: nothing)
+    weight = kind.make(0).model.state_dict()["lm_head.weight"].numpy().tobytes()
+    counts, faults = Counter(), 40 // kind.slower
+    for seed in range(faults):
         rng = random.Random(seed)
         folder = shutil.copytree(sound[0], tmp_path / str(seed) / "out")
-        path = folder / "model.safetensors"
+        path = max(folder.iterdir(), key=lambda path: path.stat().st_size)
         content = bytearray(path.read_bytes())
-        place = rng.randrange(len(content) // 2, len(content))
-        content[place] ^= 64
+        # The highest byte but one of a random number of a weight: exponent and leading digits.
+        content[content.index(weight) + 4 * rng.randrange(len(weight) // 4) + 2] ^= 64
         path.write_bytes(content)
         load = rng.choice(list(kind.loaders.values()))
         counts[outcome(kind, load, folder, sound[1])] += 1
-    assert counts["WRONG"] > 10, counts
+    assert counts["WRONG"] > faults // 4, counts
 
 
 def test_a_changed_number_of_the_plan_is_found(kind, sound, tmp_path):
-    for name in ("plan.json", "config.json"):
+    for name in sorted({"plan.json", "config.json"} & {path.name for path in sound[0].iterdir()}):
         folder = shutil.copytree(sound[0], tmp_path / name / "out")
         text = (folder / name).read_text()
         changed = text.replace('"block_size": 16', '"block_size": 17', 1)
@@ -307,7 +342,7 @@ def stop_at(monkeypatch, place):
 @pytest.fixture(scope="module")
 def renewed(kind):
     """A result whose folder replaces the sound one, and what its model is known by."""
-    result = kind.make(4)
+    result = kind.make(1)
     return result, kind.facts(result.model)
 
 
@@ -328,7 +363,7 @@ def test_a_save_stopped_anywhere_leaves_the_old_or_the_new_or_an_error(
         kind.save(renewed[0], folder)
         calls = next(counter)
     counts, rng = Counter(), random.Random(SEED)
-    for number in range(STOPS):
+    for number in range(STOPS // kind.slower):
         over = number % 2 == 0
         prepare(sound, folder, over)
         place = rng.randrange(calls + over)
@@ -341,7 +376,7 @@ def test_a_save_stopped_anywhere_leaves_the_old_or_the_new_or_an_error(
             assert set(found.values()) == {"right"}, (number, place, found)
         counts.update(found.values())
     print(dict(counts))
-    assert counts["right"] > 5 and counts["refused"] > 5, counts
+    assert counts["right"] and counts["refused"], counts
 
 
 def test_a_process_killed_while_it_saves_leaves_the_old_or_the_new_or_an_error(
@@ -353,10 +388,10 @@ def test_a_process_killed_while_it_saves_leaves_the_old_or_the_new_or_an_error(
     kind.save(renewed[0], folder)
     usual = time.perf_counter() - started
     counts, rng = Counter(), random.Random(SEED)
-    for number in range(KILLS):
+    for number in range(KILLS // kind.slower):
         over = number % 2 == 0
         prepare(sound, folder, over)
-        killed = killed_after(rng.random() * 1.3 * usual, lambda: kind.save(renewed[0], folder))
+        killed = killed_after(rng.random() * usual, lambda: kind.save(renewed[0], folder))
         counts["killed" if killed else "done before"] += 1
         found = states(kind, folder, sound[1], renewed[1])
         assert set(found.values()) <= {"right", "refused"}, (number, found)
@@ -368,9 +403,10 @@ def test_a_process_killed_while_it_saves_leaves_the_old_or_the_new_or_an_error(
     assert counts["killed"], counts
 
 
-def test_a_process_killed_while_it_rewrites_leaves_the_old_or_the_new_or_nothing(sound, tmp_path):
+def test_a_process_killed_while_it_rewrites_leaves_the_old_or_the_new_or_nothing(tmp_path):
     kind, model = KINDS["transformers"], save_llama(tmp_path / "model")
-    folder = tmp_path / "in" / "out"
+    old = kind.save(kind.make(0), tmp_path / "old")
+    sound, folder = (old, kind.facts(kind.make(0).model)), tmp_path / "in" / "out"
     words = ["rewrite", str(model), "--method", "moba", "--block-size", "8", "--topk", "2"]
     words += ["-o", str(folder), "--force"]
     started = time.perf_counter()
