@@ -65,10 +65,10 @@ def head_layout(frame: Frame, context: Context) -> HeadLayout:
 
 
 def _check_ranks(call: AttentionCall) -> None:
-    if call.out.shape[:-2] != call.q.shape[:-2]:
+    if call.out.shape[:-1] != call.q.shape[:-1]:
         raise Refused(
             "FORM_UNSUPPORTED",
-            "the queries are broadcast over a batch or over heads",
+            "the queries are broadcast over a batch, over heads or over rows",
             f"q has shape {call.q.shape}, the output {call.out.shape}",
         )
     ranks = {operand.rank for operand in call.operands}

@@ -43,20 +43,21 @@ class Tracer:
     dtype: torch.dtype
 
     def operand(
-        self, node: Node, index: Index, wanted: Index, factors: bool = True
+        self, node: Node, index: Index, wanted: Index, factors: bool = True, broadcast: int = 0
     ) -> tuple[Operand, float] | None:
         """The operand whose element `wanted`, in canonical axes, is element `index` of `node`, and
         the product of the constant factors taken out behind it.
 
         Of several, the first in canonical layout behind the last factor, or else the last. None
-        when no tensor on the way has the canonical axes. No factor is taken out unless `factors`.
+        when no tensor on the way has the canonical axes, of which the first `broadcast` may have
+        one element. No factor is taken out unless `factors`.
         """
         best: Operand | None = None
         total, pending = 1.0, None
         for tensor, place, factor in self._way(node, index, factors):
             if factor is not None:
                 pending = factor * (1.0 if pending is None else pending)
-            order = self._order(tensor, place, wanted)
+            order = self._order(tensor, place, wanted, broadcast)
             if order is None or not (best is None or best.permuted or pending is not None):
                 continue
             best, total = Operand(tensor, order), total * (1.0 if pending is None else pending)
@@ -80,15 +81,16 @@ class Tracer:
             node, index = step
             yield node, index, None
 
-    def _order(self, node: Node, index: Index, wanted: Index) -> tuple[int, ...] | None:
+    def _order(
+        self, node: Node, index: Index, wanted: Index, broadcast: int
+    ) -> tuple[int, ...] | None:
         """The axes of the node in canonical order; None unless each is one of `wanted`, whole."""
         free = list(range(len(index)))
         order = []
-        for entry in wanted:
-            for own in (entry, sympy.Integer(0)):  # an axis of one element may be broadcast
-                axis = next((a for a in free if index[a] == own), None)
-                if axis is not None:
-                    break
+        for position, entry in enumerate(wanted):
+            axis = next((a for a in free if index[a] == entry), None)
+            if axis is None and position < broadcast:
+                axis = next((a for a in free if index[a] == 0), None)
             if axis is None or not self._whole(index[axis], shape_of(node)[axis]):
                 return None
             free.remove(axis)

@@ -78,11 +78,9 @@ class _Form:
         entries = self._at_scores()
         scores, lead = self._turned(entries)
         tracer = Tracer(self.space, evaluator, dtype_of(self.values.right.node))
-        q, q_factor = self._operand(tracer, scores.left, lead, self.i)
-        k, k_factor = self._operand(tracer, scores.right, lead, self.j)
-        values = turned(self.values.right)
-        key = self.space.index("key_of_v", values.shape[-2])  # may have a symbol of its own
-        v, _ = self._operand(tracer, values, self.lead, key, factors=False)
+        q, q_factor = self._operand(tracer, "q", scores.left, lead)
+        k, k_factor = self._operand(tracer, "k", scores.right, lead)
+        v, _ = self._operand(tracer, "v", turned(self.values.right), self.lead)
         places, softmax = (*self.lead, self.i, self.j), self.around.softmax
         return AttentionCall(
             pattern=self._pattern(),
@@ -99,13 +97,22 @@ class _Form:
         )
 
     def _operand(
-        self, tracer: Tracer, factor: Operand, lead: Index, position: Expr, factors: bool = True
+        self, tracer: Tracer, name: str, factor: Operand, lead: Index
     ) -> tuple[Operand, float]:
-        """The operand of a factor that is read at these leading entries and this position."""
-        feature = self.space.index(f"feature_of_{factor.node.name}", factor.shape[-1])
-        index = factor.at(broadcast_index((*lead, position, feature), factor.shape))
-        wanted = (*self.lead, position, feature)
-        found = tracer.operand(factor.node, index, wanted, factors)
+        """The operand of a factor that is read at these leading entries; its length may have a
+        symbol of its own."""
+        own = tuple(
+            self.space.index(f"{axis}_of_{name}", size)
+            for axis, size in zip(("row", "feature"), factor.shape[-2:], strict=True)
+        )
+        index = factor.at(broadcast_index((*lead, *own), factor.shape))
+        found = tracer.operand(
+            factor.node,
+            index,
+            (*self.lead, *own),
+            factors=name != "v",
+            broadcast=len(self.lead) if name != "q" and len(self.lead) > 1 else 0,
+        )
         if found is None:
             raise _unsupported("batch and heads of the scores lie otherwise", factor.node)
         return found

@@ -230,3 +230,24 @@ def test_parameters_as_queries_or_memory(name):
         return sdpa(memory[:, :, :1], k, v)
 
     assert code_of(attend, tokens(length=32)) == "NOT_SELF_ATTENTION"
+
+
+class Rows(Attention):
+    """Attention along axis 0 or axis 1 of x `[n, m, width]`."""
+
+    def __init__(self, axis):
+        super().__init__(None)
+        self.axis = axis
+
+    def forward(self, x):
+        q, k, v = (w(x) for w in (self.wq, self.wk, self.wv))
+        if self.axis == 0:
+            q, k, v = (t.transpose(0, 1) for t in (q, k, v))
+        out = sdpa(q, k, v, is_causal=True)
+        return out.transpose(0, 1) if self.axis == 0 else out
+
+
+def test_tokens_along_axis_0_are_an_assumption():
+    # a sequence-first model and attention between the rows of a batch have the same graph
+    assert site_of(Rows(0), tokens()).stream.assumptions == ("axis 0 of x counts the tokens",)
+    assert site_of(Rows(1), tokens()).stream.assumptions == ()

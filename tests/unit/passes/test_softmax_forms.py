@@ -291,10 +291,43 @@ def grouped_scores(q, k, v):  # neighbouring heads share their weights
     return w @ v
 
 
-@pytest.mark.parametrize("form", [five_axes, one_key_head_without_an_axis, grouped_scores])
+def keys_for_all_flattened_heads(q, k, v):
+    b, h, n, d = q.shape
+    w = weights(q.reshape(b * h, n, d), k[:1, 0])
+    return torch.bmm(w, v.reshape(b * h, n, d)).view(b, h, n, d)
+
+
+UNREAD = [five_axes, one_key_head_without_an_axis, grouped_scores, keys_for_all_flattened_heads]
+
+
+@pytest.mark.parametrize("form", UNREAD)
 def test_forms_that_are_not_read_are_refused_by_name(form):
     model = attending(form, hkv=2 if form is five_axes else 4)
     assert code_of(model, tokens()) == "FORM_UNSUPPORTED"
+
+
+def one_query_for_all_rows(factor):
+    def form(q, k, v):
+        q = (q[:, :, :1] * factor).expand(-1, -1, k.shape[2], -1)
+        return weights(q, k) @ v
+
+    return form
+
+
+def test_a_query_repeated_for_all_rows_is_no_decode_step():
+    # row i must stand for token i; going behind the expansion would make it one row
+    for factor in (1.0, 0.5, -1.0):
+        code = code_of(attending(one_query_for_all_rows(factor)), tokens())
+        assert code in ("CROSS_ATTENTION", "NOT_SELF_ATTENTION")
+
+
+def test_factors_in_front_of_an_expansion_over_heads():
+    def form(q, k, v):
+        k = (k * 0.5).expand(-1, 4, -1, -1)
+        return weights(q, k) @ v.expand(-1, 4, -1, -1)
+
+    site = site_of(attending(form, hkv=1), tokens())
+    assert site.heads == HeadLayout(4, 1, 8, 8) and site.scale == pytest.approx(0.5 * 8**-0.5)
 
 
 def upcast(q, k, v):
