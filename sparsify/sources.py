@@ -286,14 +286,15 @@ def _from_pretrained(cls: Any, folder: Path, shown: str, **options: Any) -> Any:
         options["use_safetensors"] = True
         _check_safetensors(folder)
     try:
-        model, info = cls.from_pretrained(
-            folder,
-            local_files_only=True,
-            trust_remote_code=False,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # they are named below
-            **options,
-        )
+        with _quiet():
+            model, info = cls.from_pretrained(
+                folder,
+                local_files_only=True,
+                trust_remote_code=False,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # they are named below
+                **options,
+            )
     except ImportError as error:
         raise MissingExtraError(
             f"{shown} needs more packages: {first_line(error)}", HF_EXTRA
@@ -311,6 +312,18 @@ def _from_pretrained(cls: Any, folder: Path, shown: str, **options: Any) -> Any:
     if missing:
         raise UsageError(f"{shown} lacks {len(missing)} weights, such as {missing[0]}.")
     return model.eval()
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """No table of what transformers made up: it is an error, told in a sentence."""
+    logger = logging.getLogger("transformers.modeling_utils")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 def _is_gguf(path: Path) -> bool:

@@ -166,6 +166,17 @@ def test_damaged_models(cli, llama, tmp_path, name, damage):
         assert names(tmp_path) == ["model"]
 
 
+@pytest.mark.parametrize("change", [("intermediate_size", 64), ("num_hidden_layers", 2)])
+def test_weights_that_do_not_fit_are_told_in_one_sentence(small, tmp_path, change):
+    folder = shutil.copytree(small, tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, change[0]: change[1]}))
+    code, err = fork_cli("inspect", folder)
+    assert code == 2 and str(folder) in told(err)
+    # Nothing but progress before it, not transformers' table of weights that it made up.
+    assert all(line.startswith(("[", "\r", "Loading")) for line in err.splitlines()[:-1]), err
+
+
 def loads(path):
     """Whether the model loads; if not, its error is one of ours and names it."""
     try:
