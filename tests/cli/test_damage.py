@@ -167,14 +167,14 @@ def test_damaged_models(cli, llama, tmp_path, name, damage):
 
 
 @pytest.mark.parametrize("change", [("intermediate_size", 64), ("num_hidden_layers", 2)])
-def test_weights_that_do_not_fit_are_told_in_one_sentence(small, tmp_path, change):
+def test_weights_that_do_not_fit_are_told_in_one_sentence(cli, small, tmp_path, caplog, change):
     folder = shutil.copytree(small, tmp_path / "model")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, change[0]: change[1]}))
-    code, err = fork_cli("inspect", folder)
+    code, _, err = cli("inspect", folder)
     assert code == 2 and str(folder) in told(err)
-    # Nothing but progress before it, not transformers' table of weights that it made up.
-    assert all(line.startswith(("[", "\r", "Loading")) for line in err.splitlines()[:-1]), err
+    # transformers' own table of the weights that it made up would be a second message.
+    assert not [record for record in caplog.records if record.name.startswith("transformers")]
 
 
 def loads(path):

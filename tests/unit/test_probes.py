@@ -84,10 +84,19 @@ def test_any_sample(pair, sample):
     assert statuses(probe(pair, torch.tensor([sample]))) == PASSED
 
 
-def test_packed_runs_say_how_they_ran(pair):
+def test_packed_runs_say_how_they_ran(pair, monkeypatch):
     check = probe(pair)[2]
-    sparse = check.metrics["sites_run_sparse"]
-    assert f"sparse at {sparse} of 3" in check.summary if sparse else "ran dense" in check.summary
+    assert check.metrics["sites_run_sparse"] == 3 and "sparse at 3 of 3" in check.summary
+    monkeypatch.setattr(attention, "_fallback", lambda *a: "of a test")
+    check = probe(pair)[2]
+    assert check.status == "passed" and "ran dense" in check.summary
+
+
+def test_a_site_that_mixes_documents_fails(pair, monkeypatch):
+    broken(monkeypatch, lambda call, real: real(dataclasses.replace(call, documents=None)))
+    found = probe(pair)
+    assert statuses(found) == {**PASSED, "documents": "failed"}
+    assert "the other document move rows that must not see them" in found[2].summary
 
 
 def next_value(call, real):
@@ -203,8 +212,18 @@ def test_where_the_original_mixes_documents_too_there_is_nothing_to_hold(pair, m
 
 def test_strict_mode_that_refuses_packed_documents_is_told(pair, monkeypatch):
     monkeypatch.setenv("SPARSIFY_STRICT", "1")
-    check = probe(pair)[2]
-    assert check.status == "passed" if check.metrics else "SPARSIFY_STRICT" in check.summary
+    assert statuses(probe(pair)) == PASSED
+    real = attention._fallback
+    monkeypatch.setattr(
+        attention,
+        "_fallback",
+        lambda q, k, mask, *rest: (
+            "of a test" if mask.documents is not None else real(q, k, mask, *rest)
+        ),
+    )
+    found = probe(pair)
+    assert statuses(found) == {**PASSED, "documents": "skipped"}
+    assert "SPARSIFY_STRICT=1: model.layers.0.self_attn would run dense" in found[2].summary
 
 
 def unsteady(monkeypatch, size, whom=lambda model: True):
