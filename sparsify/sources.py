@@ -316,8 +316,8 @@ def _from_pretrained(cls: Any, folder: Path, shown: str, **options: Any) -> Any:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """No table of what transformers made up: it is an error, told in a sentence."""
-    logger = logging.getLogger("transformers.modeling_utils")
+    """No tables of what transformers made up: that is an error, told in a sentence."""
+    logger = logging.getLogger("transformers")
     before = logger.level
     logger.setLevel(logging.ERROR)
     try:
