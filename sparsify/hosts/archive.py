@@ -55,6 +55,7 @@ def to_bytes(model: GraphModel) -> dict[str, Any]:
     """The whole model: a plan document, and an archive for every program."""
     state = model.sparsify_state
     call = {"schema": CALL_SCHEMA, "signature": model.sparsify_signature.parameters}
+    call["tied"] = _tied(state)
     archives: list[bytes] = []
     for program in model.sparsify_programs:
         document = {**call, **program.call_document(), "class": type(model).__name__}
@@ -76,6 +77,14 @@ def _archived(program: Program, state: State, document: dict[str, Any]) -> bytes
         warnings.simplefilter("ignore")  # about stand-ins, whose storage holds one element
         torch.export.save(exported, buffer, extra_files={CALL_FILE: json.dumps(document)})
     return buffer.getvalue()
+
+
+def _tied(state: State) -> list[list[str]]:
+    """Names of parameters that are one and the same, in groups."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in state.parameters.items():
+        names.setdefault(id(parameter), []).append(name)
+    return [group for group in names.values() if len(group) > 1]
 
 
 def _stand_ins(state: State) -> State:
@@ -100,6 +109,8 @@ def _model(archives: Sequence[tuple[bytes, str]], plan: Plan, config: Any) -> Gr
     programs = [Program.from_document(exported, call) for exported, call in read]
     signature = Signature(tuple((n, k, d) for n, k, d in document["signature"]))
     state = state_of([exported for exported, _ in read])
+    for names in document["tied"]:
+        state.parameters.update(dict.fromkeys(names, state.parameters[names[0]]))
     return _class(document)(programs, plan, signature, state, config)
 
 

@@ -7,8 +7,9 @@ no training mode: train the original, or rewrite it on another host.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from sparsify.errors import CaptureError, SparsifyError
 from sparsify.hosts.graph_model import GraphModel
+from sparsify.hosts.guards import guards_of, served_at_one
 from sparsify.hosts.program import Program
 from sparsify.hosts.signature import Signature, signature_of
 from sparsify.hosts.state import state_of
@@ -92,7 +94,7 @@ def build(
         CaptureError: a planned site is not proved in one of the programs.
     """
     signature = signature_of(model.forward)
-    rewritten = [_program(program, plan, signature) for program in programs]
+    rewritten = [_program(model, program, plan, signature) for program in programs]
     state = state_of([program.exported for program in rewritten])
     config = getattr(model, "config", None)
     return (kind or GraphModel)(rewritten, plan, signature, state, config)
@@ -116,11 +118,41 @@ def run_examples(model: GraphModel, programs: Sequence[Proved]) -> None:
             raise CaptureError(f"The rewritten program does not run: {error}") from error
 
 
-def _program(proved: Proved, plan: Plan, signature: Signature) -> Program:
+def _program(model: torch.nn.Module, proved: Proved, plan: Plan, signature: Signature) -> Program:
+    captured = proved.captured
     sites = {site_key(site.fqn, site.ordinal): site for site in proved.detection.sites}
-    exported = rewrite(proved.captured, sites, plan)
-    names = tuple(signature.named(proved.args, {}))
-    return Program(exported, names, tuple(proved.kwargs), padding_sizes(proved))
+    names = tuple(signature.named(proved.args, {})), tuple(proved.kwargs)
+    program = Program(rewrite(captured, sites, plan), *names, padding_sizes(proved))
+    return dataclasses.replace(program, guards=guards_of(captured), ones=_ones(model, proved))
+
+
+def _ones(model: torch.nn.Module, proved: Proved) -> frozenset[str]:
+    """Dynamic sizes that may be 1, as the captured program and the model agree there."""
+    captured, inputs = proved.captured, (proved.args, dict(proved.kwargs))
+    if any(tensor.is_meta for tensor in model.parameters()):
+        return frozenset()
+    state = {**captured.program.state_dict, **captured.program.constants}
+    unchanged = Program(captured.program, (), ())
+
+    def program(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return unchanged.run_flat(pytree.tree_leaves((args, kwargs)), state.__getitem__)
+
+    def original(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return model(*args, **kwargs)
+
+    with _evaluating(model):
+        return served_at_one(captured, guards_of(captured), inputs, original, program)
+
+
+@contextlib.contextmanager
+def _evaluating(model: torch.nn.Module) -> Iterator[None]:
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
 
 
 def padding_sizes(proved: Proved) -> dict[str, tuple[str, str]]:

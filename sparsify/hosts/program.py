@@ -7,12 +7,12 @@ The program's state is not in here: it is looked up by name at every call, so th
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-import sympy
 import torch
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind, TensorArgument
@@ -20,6 +20,7 @@ from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
 from sparsify.errors import CaptureError, UsageError
+from sparsify.hosts.sizes import evaluate
 from sparsify.passes.exported import moved
 from sparsify.passes.graphs import expression
 
@@ -35,24 +36,33 @@ class Program:
 
     `args` and `kwargs` name the captured arguments, those given by position first. `padding` maps
     a padding input to its two sizes (batch, keys) as expressions over the sizes of the other
-    inputs: when the caller leaves it out, no key is hidden.
+    inputs: when the caller leaves it out, no key is hidden. `guards` are conditions on the sizes
+    under which the program holds; of the sizes that it leaves open, those named in `ones` may be 1.
     """
 
     exported: ExportedProgram
     args: tuple[str, ...]
     kwargs: tuple[str, ...]
     padding: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    guards: tuple[str, ...] = ()
+    ones: frozenset[str] = frozenset()
 
     def call_document(self) -> dict[str, Any]:
         """How the program is called, as JSON."""
-        padding = {name: list(sizes) for name, sizes in self.padding.items()}
-        return {"args": list(self.args), "kwargs": list(self.kwargs), "padding": padding}
+        return {
+            "args": list(self.args),
+            "kwargs": list(self.kwargs),
+            "padding": {name: list(sizes) for name, sizes in self.padding.items()},
+            "guards": list(self.guards),
+            "ones": sorted(self.ones),
+        }
 
     @classmethod
     def from_document(cls, exported: ExportedProgram, call: Mapping[str, Any]) -> Program:
         """Inverse of `call_document`."""
         padding = {name: (sizes[0], sizes[1]) for name, sizes in call["padding"].items()}
-        return cls(exported, tuple(call["args"]), tuple(call["kwargs"]), padding)
+        names = tuple(call["args"]), tuple(call["kwargs"])
+        return cls(exported, *names, padding, tuple(call["guards"]), frozenset(call["ones"]))
 
     @cached_property
     def module(self) -> GraphModule:
@@ -105,7 +115,10 @@ class Program:
         Raises:
             UsageError: the arguments are not those that the program was captured with.
         """
-        leaves = self._leaves(given)
+        return self.run_flat(self._leaves(given), state, runner)
+
+    def run_flat(self, leaves: list[Any], state: Lookup, runner: Any = None) -> Any:
+        """Call the program on flat inputs, which are not checked."""
         own = self.exported.constants
         values = [own[name] if made else state(name) for name, made in self._state_names] + leaves
         out = self.module(*values) if runner is None else runner(self.module, values)
@@ -170,8 +183,7 @@ class Program:
                 sizes.setdefault(symbol, int(number))
 
     def _no_padding(self, name: str, sizes: Mapping[Any, int]) -> torch.Tensor:
-        named = {str(symbol): number for symbol, number in sizes.items()}
-        shape = [int(sympy.sympify(size).subs(named)) for size in self.padding[name]]
+        shape = [evaluate(size, _named(sizes)) for size in self.padding[name]]
         value = next(n for n in self._placeholders if n.name == name).meta["val"]
         return torch.ones(shape, dtype=value.dtype, device=value.device)
 
@@ -190,23 +202,49 @@ class Program:
             self._note(sizes, node, leaf)
             for dim, size in enumerate(value.shape):
                 self._check_size(node.name, dim, leaf.shape[dim], expression(size), sizes)
+        broken = next((g for g in self.guards if not evaluate(g, _named(sizes))), None)
+        if broken is not None:
+            raise UsageError(
+                f"The inputs do not fit each other: {self._told(broken)} does not hold."
+            )
 
     def _check_size(
         self, name: str, dim: int, found: int, size: Any, sizes: Mapping[Any, int]
     ) -> None:
         wanted = size.subs(sizes)
         if wanted.is_Integer and int(wanted) != found:
+            reason = "" if size.is_Integer else ", as the other inputs say"
             raise UsageError(
-                f"dim {dim} of {name} is {found}; the program was captured for {wanted}"
-                + ("." if size.is_Integer else f" there, as another input says ({size}).")
+                f"dim {dim} of {name} is {found}; the program was captured for {wanted}{reason}."
             )
-        interval = self.exported.range_constraints.get(size) if size.is_Symbol else None
-        # torch writes a lower limit of 2 for every dynamic size, and runs with 0 and 1 all the same
-        if interval is not None and not (interval.lower <= max(found, 2) <= interval.upper):
+        if not size.is_Symbol:
+            return
+        low, high = self._limits(size)
+        if found < low or (high is not None and found > high):
             raise UsageError(
-                f"dim {dim} of {name} is {found}; the program holds for {interval.lower} to "
-                f"{interval.upper}."
+                f"dim {dim} of {name} is {found}; the program holds for {low}"
+                + (" and more." if high is None else f" to {high}.")
             )
+
+    def _limits(self, symbol: Any) -> tuple[int, int | None]:
+        """Smallest and largest size; what other sizes ask of this one stands in the guards."""
+        low = 1 if str(symbol) in self.ones else 2
+        interval = self.exported.range_constraints.get(symbol)
+        if interval is None:
+            return low, None
+        if int(interval.lower) > 2 and not any(str(symbol) in guard for guard in self.guards):
+            low = int(interval.lower)
+        return low, int(interval.upper) if interval.upper.is_Integer else None
+
+    def _told(self, guard: str) -> str:
+        """A guard with sizes under the names that the caller knows."""
+        for node in self._placeholders:
+            value = node.meta.get("val")
+            for dim, size in enumerate(value.shape if isinstance(value, torch.Tensor) else ()):
+                symbol = expression(size)
+                if symbol.is_Symbol:
+                    guard = re.sub(rf"\b{symbol}\b", f"{node.name}.shape[{dim}]", guard)
+        return guard
 
     def _outputs(self, out: Any, leaves: list[Any], state: Lookup) -> Any:
         """Write back what the program changes, and give the results the form of the model's."""
@@ -222,6 +260,10 @@ class Program:
             else:
                 raise CaptureError(f"The program has outputs of the kind {spec.kind.name}.")
         return pytree.tree_unflatten(results, self.exported.call_spec.out_spec)
+
+
+def _named(sizes: Mapping[Any, int]) -> dict[str, int]:
+    return {str(symbol): number for symbol, number in sizes.items()}
 
 
 def _check_tensor(name: str, leaf: Any, value: torch.Tensor) -> None:
