@@ -1,0 +1,113 @@
+"""Sizes that a program holds for: paths of the model's code are never mixed up."""
+
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+
+import sparsify as sp
+from sparsify.errors import UsageError
+from sparsify.hosts.sizes import Unknown, evaluate
+from sparsify.plans import Plan
+
+POLICY = sp.Policy.moba(block_size=4, topk=2)
+
+
+class Branching(nn.Module):
+    """Attention whose result depends on a question about a size."""
+
+    def __init__(self, asks):
+        super().__init__()
+        torch.manual_seed(0)
+        self.qkv, self.asks = nn.Linear(16, 48), asks
+
+    def forward(self, x):
+        q, k, v = (t.unflatten(-1, (2, 8)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        y = y.transpose(1, 2).flatten(2)
+        return y * 3 if self.asks(x) else y
+
+
+def built(asks, batch=2, length=24):
+    model = Branching(asks).eval()
+    return model, sp.sparsify(model, POLICY, (torch.randn(batch, length, 16),)).model
+
+
+def same(model, graph, *shape):
+    """Whether the graph, with all blocks, computes what the model does."""
+    layers = tuple(dataclasses.replace(p, topk=99) for p in graph.sparsify_plan)
+    full, x = graph.sparsify_retuned(Plan(layers)), torch.randn(*shape, 16)
+    return torch.allclose(full(x), model(x), atol=1e-5)
+
+
+ASKS = {
+    "one token": lambda x: x.shape[1] == 1,
+    "more than one token": lambda x: x.shape[1] > 1,
+    "one sequence": lambda x: x.shape[0] == 1,
+}
+
+
+@pytest.mark.parametrize("asks", [ASKS["one token"], ASKS["more than one token"]])
+def test_a_model_with_a_path_of_its_own_for_one_token_is_not_run_with_one(asks):
+    model, graph = built(asks)
+    assert same(model, graph, 2, 9) and same(model, graph, 1, 9)
+    with pytest.raises(UsageError, match=r"dim 1 of x is 1; the program holds for 2 and more"):
+        graph(torch.randn(2, 1, 16))
+
+
+def test_a_model_with_a_path_of_its_own_for_one_sequence_is_not_run_with_one():
+    model, graph = built(ASKS["one sequence"])
+    assert same(model, graph, 3, 1)
+    with pytest.raises(UsageError, match=r"dim 0 of x is 1"):
+        graph(torch.randn(1, 9, 16))
+
+
+def test_a_model_without_such_paths_is_run_with_one_of_everything():
+    model, graph = built(lambda x: False)
+    assert same(model, graph, 1, 1)
+    with pytest.raises(UsageError, match=r"dim 1 of x is 0"):
+        graph(torch.randn(2, 0, 16))
+
+
+def test_a_longer_path_is_not_taken_for_a_shorter_one():
+    model, graph = built(lambda x: x.shape[1] >= 20)
+    assert same(model, graph, 2, 20)
+    with pytest.raises(UsageError, match=r"x.shape\[1\]|dim 1 of x is 19"):
+        graph(torch.randn(2, 19, 16))
+
+
+def test_a_relation_between_two_sizes_is_held_to():
+    class Two(Branching):
+        def forward(self, x, y):
+            return super().forward(x) + (y.sum() if y.shape[0] > x.shape[1] else 0.0)
+
+    model = Two(lambda x: False).eval()
+    graph = sp.sparsify(model, POLICY, (torch.randn(2, 24, 16), torch.randn(30))).model
+    graph(torch.randn(2, 10, 16), torch.randn(11))
+    with pytest.raises(UsageError, match="do not fit each other"):
+        graph(torch.randn(2, 10, 16), torch.randn(10))
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("s0 + 4 <= s1", True),
+        ("-s1 + 2*s0 < 0", False),
+        ("Eq((s1//2), 5)", True),
+        ("Ne(Mod(s1, 4), 2)", False),
+        ("(s0 > 1) & (s1 > 100)", False),
+        ("(s0 > 100) | ~(s1 > 100)", True),
+        ("Min(s0, Max(s1, 3)) + CeilDiv(s1, 4)", 9),
+    ],
+)
+def test_texts_about_sizes_are_evaluated(text, value):
+    assert evaluate(text, {"s0": 6, "s1": 10}) == value
+
+
+@pytest.mark.parametrize(
+    "text", ["s2", "__import__('os')", "s0.real", "[s0]", "'a'", "1 +", "f(s0)", "s0 // 0", "1.5"]
+)
+def test_anything_but_arithmetic_on_known_sizes_is_refused(text):
+    with pytest.raises(Unknown):
+        evaluate(text, {"s0": 6})
