@@ -53,6 +53,7 @@ $(CACHE)/$(MODEL): | $(READY)
 
 demo: $(READY) $(CACHE)/$(MODEL)
 	$(BIN)/python examples/demo.py $(CACHE)/$(MODEL) LICENSE $(DEMO)
+	$(BIN)/python examples/two_hosts.py $(CACHE)/$(MODEL) LICENSE
 
 clean:
 	rm -rf $(VENV) $(DEMO) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache \

@@ -66,6 +66,11 @@ class _Op:
     further: int = 0
 
     @property
+    def chooses(self) -> bool:
+        """Whether the op chooses blocks and attends them."""
+        return self.name.startswith(("moba_attention", "msa_attention"))
+
+    @property
     def first(self) -> int:
         """Place of q; k follows it."""
         return 2 if self.name.endswith("_backward") else 0
@@ -402,7 +407,7 @@ def _body(op: _Op) -> Callable[..., Any]:
     def body(*args: Any, **options: Any) -> Any:
         validation.check_options(options)
         own, layout, further = op.split(args)
-        if options.keys() & {"min_context", "decode_dense"}:  # defaults are left out
+        if op.chooses:
             options = _with_topk(options, own[op.first], own[op.first + 1], layout)
         with torch.no_grad():
             run = getattr(_implementation(op.name), op.name)
@@ -412,11 +417,13 @@ def _body(op: _Op) -> Callable[..., Any]:
 
 
 def _with_topk(options: dict[str, Any], q: Tensor, k: Tensor, layout: Layout) -> dict[str, Any]:
-    """The options with the top-k in force: all blocks where the call is to be dense."""
-    kept = dict(options)
-    slots = key_slots(k, layout)
+    """The options with the top-k in force: all blocks where the call is to be dense, by its own
+    options or by SPARSIFY_DISABLE."""
+    kept, slots = dict(options), key_slots(k, layout)
+    # torch leaves out options that are at their defaults
     short = _longest(slots, layout) < kept.pop("min_context", 0)
-    if (kept.pop("decode_dense", False) and q.shape[2] == 1 and slots > 1) or short:
+    decode = kept.pop("decode_dense", False) and q.shape[2] == 1 and slots > 1
+    if short or decode or settings.disabled():
         kept["topk"] = max(kept["topk"], block_count(slots, kept["block_size"]), 1)
     return kept
 

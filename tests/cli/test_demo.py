@@ -30,6 +30,25 @@ def test_the_demo_inspects_rewrites_verifies_and_generates(tmp_path):
     assert {p.name for p in (tmp_path / "out").iterdir()} == {"moba", "msa"}
 
 
+@pytest.mark.slow
+def test_both_hosts_give_the_same_logits(tmp_path):
+    model = save_llama(tmp_path / "tiny")
+    (tmp_path / "text.txt").write_text(TEXT)
+    script = ROOT / "examples" / "two_hosts.py"
+    words = [str(model), str(tmp_path / "text.txt"), "8", "2", "1"]
+    done = subprocess.run(
+        [sys.executable, str(script), *words],
+        capture_output=True,
+        text=True,
+        env=environment(),
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "LanguageGraphModel: 3 detected, 2 rewritten, 1 kept dense" in done.stdout
+    for words in ("   15 tokens:", "   17 tokens:", "   64 tokens:", "  equal (allowed: 1e-04)"):
+        assert words in done.stdout
+
+
 def test_the_demo_stops_at_the_first_failure(tmp_path):
     script = ROOT / "examples" / "demo.py"
     words = [str(tmp_path / "nowhere"), str(ROOT / "LICENSE"), str(tmp_path / "out")]

@@ -294,6 +294,14 @@ def test_below_min_context_and_in_dense_decode_every_block_is_attended():
     assert relative(step, logits(model, ids[:, 39:], cache=twin)) < 1e-5
 
 
+def test_switched_off_every_block_is_attended(llama, monkeypatch):
+    model, graph = llama
+    ids = tokens(1, 40)
+    assert relative(logits(graph, ids), logits(model, ids)) > 1e-3
+    monkeypatch.setenv("SPARSIFY_DISABLE", "1")
+    assert relative(logits(graph, ids), logits(model, ids)) < 1e-5
+
+
 def test_layers_kept_dense_stay_what_they_were():
     model, ids = build("llama"), tokens(1, 40)
     policy = sp.Policy.moba(block_size=SIZE, topk=TOPK, dense_last=2)
