@@ -20,6 +20,7 @@ from sparsify.passes.frame import Frame
 from sparsify.passes.graphs import argument, dtype_of, op_name, shape_of
 from sparsify.passes.index_expr import Evaluator, Leaf
 from sparsify.passes.index_values import Cases, is_truth
+from sparsify.passes.number_types import compared_in
 
 __all__ = ["Documents", "within_document"]
 
@@ -55,7 +56,7 @@ def within_document(formula: Any, evaluator: Evaluator, frame: Frame) -> Documen
         inside = _where_equal(formula, reads, True).subs(reads[0], reads[1])
         if leaf.kind == "input":
             return Documents(leaf.node, inside, (_TOGETHER.format(leaf.node.name),))
-        count = _Count(leaf.node, reads[0].args[0], evaluator)
+        count = _Count(leaf.node, reads[0].args[0], evaluator, frame.call.node)
         if count.of_borders():
             return Documents(leaf.node, count.stepped(inside, frame), ())
     return None
@@ -79,7 +80,10 @@ def _is_table(leaf: Leaf, read: Expr, evaluator: Evaluator, frame: Frame) -> boo
     shape = shape_of(leaf.node)
     if leaf.trained or leaf.kind == "state" or leaf.node in evaluator.frozen or len(shape) != 2:
         return False
-    if dtype_of(leaf.node).is_floating_point or dtype_of(leaf.node).is_complex:
+    own = dtype_of(leaf.node)
+    if own.is_floating_point or own.is_complex or own == torch.bool:
+        return False
+    if not compared_in(leaf.node, frame.call.node, {own, torch.int64}):
         return False
     one_row = shape[0] == 1 or read.args[0] == frame.b
     length = shape[1].subs(frame.tie)
@@ -97,10 +101,11 @@ def _where_equal(formula: Any, reads: tuple[Expr, Expr], equal: bool) -> Any:
 
 
 class _Count:
-    """A running sum, taken for a count of document borders; `row` is the row that is read."""
+    """A running sum, taken for a count of document borders; `row` is the row that is read by the
+    attention `reader`."""
 
-    def __init__(self, node: Node, row: Expr, evaluator: Evaluator) -> None:
-        self.node, self.row, self.evaluator = node, row, evaluator
+    def __init__(self, node: Node, row: Expr, evaluator: Evaluator, reader: Node) -> None:
+        self.node, self.row, self.evaluator, self.reader = node, row, evaluator, reader
 
     def of_borders(self) -> bool:
         """Whether zeros and ones are summed over the row: the sum never falls, so that the tokens
@@ -139,6 +144,8 @@ class _Count:
     def _rises_by_one(self, read: Expr) -> bool:
         leaf = self.evaluator.leaves.get(read.func.__name__)
         if leaf is None or leaf.node in self.evaluator.frozen or dtype_of(leaf.node) not in COUNTS:
+            return False
+        if not compared_in(leaf.node, self.reader, {*COUNTS, torch.float32, torch.float64}):
             return False
         before = self._token(1)
         now_there = read.func(*read.args[:-1], before + 1)

@@ -16,7 +16,14 @@ from torch.fx import Node
 from sparsify.passes.graphs import argument, aten, expression, is_tensor, op_name, shape_of
 from sparsify.passes.index_space import IndexSpace
 
-__all__ = ["broadcast_index", "concat_parts", "is_active_dropout", "reshape_index", "view_source"]
+__all__ = [
+    "broadcast_index",
+    "concat_parts",
+    "is_active_dropout",
+    "is_view",
+    "reshape_index",
+    "view_source",
+]
 
 Expr = Any
 Index = tuple[Expr, ...]
@@ -52,6 +59,12 @@ def view_source(node: Node, index: Index, space: IndexSpace) -> Step | None:
         return source, broadcast_index(index, shape_of(source))
     rule = RULES.get(name)
     return rule(node, index, space) if rule else None
+
+
+def is_view(node: Node) -> bool:
+    """Whether the operator is one that `view_source` knows."""
+    name = op_name(node)
+    return name in IDENTITY or name in RESHAPES or name in EXPANDS or name in RULES
 
 
 def is_active_dropout(node: Node) -> bool:

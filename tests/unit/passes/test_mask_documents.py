@@ -202,6 +202,23 @@ def test_floats_are_no_document_numbers():
     assert code_of(masked(BY_INPUT["equal"]), tokens(), numbers().float()) == "MASK_UNSUPPORTED"
 
 
+@pytest.mark.parametrize("dtype", [T.float16, T.bfloat16, T.float32, T.int8, T.int32])
+def test_numbers_that_may_collide_in_another_type_are_refused(dtype):
+    make = masked(lambda n, d: causal(n) & same(d.to(dtype)))
+    assert code_of(make, tokens(), numbers()) == "MASK_UNSUPPORTED"
+    wider = masked(lambda n, d: causal(n) & same(d.long()))
+    assert site_of(wider, tokens(), numbers(T.int32)).mask.documents == "inputs_0"
+
+
+def test_counts_and_positions_that_may_collide_in_another_type_are_refused():
+    count = masked(lambda n, p: rising(p) & same(borders(p).to(T.float16)))
+    place = masked(lambda n, p: rising(p.to(T.float16)) & same(borders(p)))
+    wide = masked(lambda n, p: rising(p.float()) & same(borders(p)))
+    assert code_of(count, tokens(), positions()) == "MASK_UNSUPPORTED"
+    assert code_of(place, tokens(), positions()) == "MASK_UNSUPPORTED"
+    assert site_of(wide, tokens(), positions()).mask.kind == MaskKind.DOCUMENT
+
+
 def test_two_tables_are_no_documents():
     make = masked(lambda n, d, e: causal(n) & (d[:, :, None] == e[:, None])[:, None])
     assert code_of(make, tokens(), numbers(), numbers()) == "MASK_UNSUPPORTED"
