@@ -68,8 +68,9 @@ class LogitsCheck(NumericCheck):
 
     @property
     def _dtype(self) -> torch.dtype:
-        """The narrowest type on the way."""
+        """The narrowest type on the way. Constants may be float32, whatever the scores are."""
         dtypes = [dtype_of(node) for node in (self.scores.product, self.scores.logits)]
+        dtypes.append(torch.float32)
         return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
 
     def _logits(
