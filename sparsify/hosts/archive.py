@@ -1,7 +1,8 @@
 """Programs of the graph host as torch.export archives.
 
 Each program is an archive of its own; how it is called stands in it as JSON. The first holds the
-weights, the others share them. Reading runs no stranger's code: the archives hold no pickles.
+weights, the others share them. Reading runs no stranger's code: archives whose entries torch would
+unpickle are refused.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 
 from sparsify.errors import ArtefactError, SparsifyError
+from sparsify.hosts.archive_entries import check_entries
 from sparsify.hosts.graph_model import GraphModel
 from sparsify.hosts.program import Program
 from sparsify.hosts.signature import Signature
@@ -31,6 +33,7 @@ __all__ = ["ARCHIVES", "from_bytes", "load", "save", "to_bytes"]
 ARCHIVES = ("model.pt2", "model_with_past.pt2")
 CALL_FILE = "sparsify.json"
 CALL_SCHEMA = 1
+LANGUAGE_MODEL = "LanguageGraphModel"  # by name: its module imports transformers
 
 
 def save(model: GraphModel, directory: Path) -> None:
@@ -111,13 +114,19 @@ def _model(archives: Sequence[tuple[bytes, str]], plan: Plan, config: Any) -> Gr
     state = state_of([exported for exported, _ in read])
     for names in document["tied"]:
         state.parameters.update(dict.fromkeys(names, state.parameters[names[0]]))
-    return _class(document)(programs, plan, signature, state, config)
+    return _class(document, archives[0][1])(programs, plan, signature, state, config)
 
 
-def _class(call: dict[str, Any]) -> type[GraphModel]:
-    """The class of the saved model; what its outputs are made of is known to torch afterwards."""
-    if call.get("class") == GraphModel.__name__:
+def _class(call: dict[str, Any], name: str) -> type[GraphModel]:
+    """The class of the saved model; what its outputs are made of is known to torch afterwards.
+
+    Raises:
+        ArtefactError: there is no such class.
+    """
+    if call["class"] == GraphModel.__name__:
         return GraphModel
+    if call["class"] != LANGUAGE_MODEL:
+        raise ArtefactError(f"{name} holds a model of the unknown class {call['class']!r}.")
     from sparsify.hosts.graph_transformers import LanguageGraphModel, register_caches
 
     register_caches()
@@ -128,7 +137,8 @@ def _read(data: bytes, name: str) -> tuple[torch.export.ExportedProgram, dict[st
     try:
         call = _call(data)
         _check_schema(call, name)
-        _class(call)
+        check_entries(data, name)
+        _class(call, name)
         with _quiet():
             return torch.export.load(io.BytesIO(data)), call
     except SparsifyError:

@@ -1,6 +1,9 @@
 """Folders of exported programs: written whole, read in a fresh process, damaged, newer."""
 
+import contextlib
+import io
 import json
+import pickle
 import subprocess
 import sys
 import zipfile
@@ -10,7 +13,8 @@ import torch
 
 import sparsify as sp
 from sparsify.errors import ArtefactError, UsageError
-from sparsify.hosts.archive import ARCHIVES
+from sparsify.hosts.archive import ARCHIVES, CALL_SCHEMA
+from sparsify.manifests import write_manifest
 from tests._util.commands import ROOT, environment
 from tests._util.tiny_models import build, tokens
 
@@ -32,6 +36,38 @@ def copied(folder, target):
     for file in folder.iterdir():
         (target / file.name).write_bytes(file.read_bytes())
     return target
+
+
+def rewritten_archive(folder, change, **more):
+    """The first archive with other contents and more entries, under a manifest that names it."""
+    with zipfile.ZipFile(folder / ARCHIVES[0]) as source:
+        entries = {info.filename: source.read(info) for info in source.infolist()}
+    with zipfile.ZipFile(folder / ARCHIVES[0], "w") as target:
+        for name, content in entries.items():
+            target.writestr(name, change(name, content))
+        for name, content in more.items():
+            target.writestr(f"archive/{name}", content)
+    write_manifest(folder, {"kind": "pt2"})
+
+
+def unchanged(name, content):
+    return content
+
+
+class Trap:
+    """An object that writes a file when it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return open, (str(self.path), "w")
+
+
+def pickled(trap):
+    data = io.BytesIO()
+    torch.save(trap, data)
+    return data.getvalue()
 
 
 def test_the_folder_holds_programs_plan_report_and_manifest(saved):
@@ -132,19 +168,11 @@ def test_a_damaged_or_missing_file_is_refused(saved, tmp_path, name):
 
 
 def test_a_newer_archive_is_refused_with_what_to_do(saved, tmp_path):
-    from sparsify.files import write_manifest
-    from sparsify.hosts import archive
-
     folder = copied(saved[2], tmp_path / "newer")
     data = (folder / ARCHIVES[0]).read_bytes()
-    old = json.dumps({"schema": archive.CALL_SCHEMA})[1:-1].encode()
+    old = json.dumps({"schema": CALL_SCHEMA})[1:-1].encode()
     assert old in data
-    with zipfile.ZipFile(folder / ARCHIVES[0]) as source:
-        entries = {info: source.read(info) for info in source.infolist()}
-    with zipfile.ZipFile(folder / ARCHIVES[0], "w") as target:
-        for info, content in entries.items():
-            target.writestr(info, content.replace(old, b'"schema": 99'))
-    write_manifest(folder, {"kind": "pt2"})
+    rewritten_archive(folder, lambda name, content: content.replace(old, b'"schema": 99'))
     with pytest.raises(ArtefactError, match=r"schema 99, this version reads up to 1.*Update"):
         sp.load(folder)
 
@@ -153,3 +181,50 @@ def test_formats_that_a_model_does_not_have_are_refused(saved, tmp_path):
     with pytest.raises(UsageError, match="as 'hf'"):
         sp.export(saved[1], tmp_path / "out", format="hf")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("place", ["example inputs", "a weight", "a constant", "a library"])
+def test_an_archive_that_torch_would_unpickle_is_refused_unread(saved, tmp_path, place):
+    folder, trap = copied(saved[2], tmp_path / "strange"), tmp_path / "sprung"
+    data = pickled(Trap(trap))
+
+    def change(name, content):
+        if place == "example inputs" and "sample_inputs" in name:
+            return data
+        if place == "a weight" and name.endswith("weights_config.json"):
+            return content.replace(b'"use_pickle": false', b'"use_pickle": true', 1)
+        if place == "a weight" and name.endswith("weight_0"):
+            return data
+        return content
+
+    more = {
+        "a constant": {"data/constants/opaque_obj_0": pickle.dumps(Trap(trap))},
+        "a library": {"data/aotinductor/model/wrapper.so": b"code"},
+    }
+    rewritten_archive(folder, change, **more.get(place, {}))
+    with pytest.raises(ArtefactError, match="could run code"):
+        sp.load(folder)
+    assert not trap.exists()
+
+
+def test_the_trap_springs_where_nobody_looks(saved, tmp_path):
+    folder, trap = copied(saved[2], tmp_path / "strange"), tmp_path / "sprung"
+    data = pickled(Trap(trap))
+    rewritten_archive(folder, lambda name, content: data if "sample_inputs" in name else content)
+    with contextlib.suppress(Exception):
+        torch.export.load(folder / ARCHIVES[0])
+    assert trap.exists()
+
+
+def test_an_archive_written_anew_with_the_same_entries_is_loaded(saved, tmp_path):
+    folder = copied(saved[2], tmp_path / "same")
+    rewritten_archive(folder, unchanged)
+    ids = tokens(1, 20)
+    assert torch.equal(sp.load(folder)(ids).logits, saved[1].model(ids).logits)
+
+
+def test_an_unknown_class_of_model_is_refused(saved, tmp_path):
+    folder = copied(saved[2], tmp_path / "class")
+    rewritten_archive(folder, lambda _, content: content.replace(b"LanguageGraphModel", b"Other"))
+    with pytest.raises(ArtefactError, match="unknown class 'Other'"):
+        sp.load(folder)
