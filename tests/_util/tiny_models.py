@@ -4,8 +4,17 @@ import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+import inspect
+
 import torch
 import transformers as tf
+
+# What a forward calls its cache; transformers 5.17 and 5.24 differ.
+CACHE = (
+    "cache"
+    if "cache" in inspect.signature(tf.LlamaForCausalLM.forward).parameters
+    else "past_key_values"
+)
 
 SMALL = dict(
     vocab_size=97,

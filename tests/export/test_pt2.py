@@ -16,7 +16,7 @@ from sparsify.errors import ArtefactError, UsageError
 from sparsify.hosts.archive import ARCHIVES, CALL_SCHEMA
 from sparsify.manifests import write_manifest
 from tests._util.commands import ROOT, environment
-from tests._util.tiny_models import build, tokens
+from tests._util.tiny_models import CACHE, build, tokens
 
 POLICY = sp.Policy.moba(block_size=8, topk=2)
 
@@ -96,8 +96,8 @@ def test_loading_gives_the_same_bits_and_ties(saved):
     assert torch.equal(loaded(ids).logits, result.model(ids).logits)
     assert list(loaded.state_dict()) == list(model.state_dict())
     assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
-    step = loaded(ids[:, 30:], cache=loaded(ids[:, :30]).cache)
-    assert step.cache.get_seq_length() == 40
+    step = loaded(ids[:, 30:], **{CACHE: loaded(ids[:, :30])[CACHE]})
+    assert step[CACHE].get_seq_length() == 40
 
 
 def test_a_fresh_process_computes_the_same_without_the_original(saved, tmp_path):

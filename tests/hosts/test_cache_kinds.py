@@ -17,7 +17,7 @@ from sparsify.errors import StrictError
 from sparsify.hosts import transformers as host
 from sparsify.hosts.caches import SparseDynamicLayer, cache_use
 from sparsify.plans import LayerPlan, Plan
-from tests._util.tiny_models import build, tokens
+from tests._util.tiny_models import CACHE, build, tokens
 
 METHODS = ("moba", "msa")
 PROMPT, NEW = 40, 8
@@ -129,7 +129,7 @@ def test_offloaded_caches(method, kind, monkeypatch):
 
 @torch.no_grad()
 def step(model, ids, cache):
-    return model(ids, cache=cache, use_cache=True).logits
+    return model(ids, use_cache=True, **{CACHE: cache}).logits
 
 
 @torch.no_grad()
@@ -243,14 +243,14 @@ UNFIT = {
 def test_caches_with_other_keys_run_dense_and_are_counted(method, kind, monkeypatch):
     make, words = UNFIT[kind]
     original, model = llama(), llama(method)
-    wanted = generated(original, cache=make(original))
-    assert torch.equal(generated(model, cache=make(model)), wanted)
+    wanted = generated(original, **{CACHE: make(original)})
+    assert torch.equal(generated(model, **{CACHE: make(model)}), wanted)
     reasons = host.fallbacks(model)
     assert len(reasons) == 3 and all(words in reason for reason in reasons.values())
     assert not any("sparse" in counts for counts in host.call_counts(model).values())
     monkeypatch.setenv("SPARSIFY_STRICT", "1")
     with pytest.raises(StrictError, match=words):
-        generated(model, cache=make(model))
+        generated(model, **{CACHE: make(model)})
 
 
 def test_quantised_keys_are_not_the_keys():

@@ -11,7 +11,7 @@ from transformers import DynamicCache
 import sparsify as sp
 from sparsify.errors import CaptureError, UsageError
 from sparsify.kernels.selection import record_selection, replay_selection
-from tests._util.tiny_models import build, tokens
+from tests._util.tiny_models import CACHE, build, tokens
 
 SIZE, TOPK = 8, 2
 POLICY = sp.Policy.moba(block_size=SIZE, topk=TOPK)
@@ -229,7 +229,7 @@ def test_chunks_over_a_cache_equal_the_whole_prompt(llama, ends):
         wanted = logits(graph, ids)
     with replay_selection(whole):
         for end in ends:
-            parts.append(logits(graph, ids[:, start:end], cache=cache, use_cache=True))
+            parts.append(logits(graph, ids[:, start:end], use_cache=True, **{CACHE: cache}))
             start = end
     assert cache.get_seq_length() == 40
     assert relative(torch.cat(parts, 1), wanted) < 1e-5
@@ -239,7 +239,7 @@ def test_a_padded_batch_decodes_as_each_sequence_alone(llama):
     _, graph = llama
     ids, mask, slots = padded((40, 23), 40, left=True)
     first = graph(ids[:, :-1], attention_mask=mask[:, :-1])
-    together = logits(graph, ids[:, -1:], mask, cache=first.cache)
+    together = logits(graph, ids[:, -1:], mask, **{CACHE: first[CACHE]})
     for row, where in enumerate(slots):
         alone = logits(graph, ids[row : row + 1, where])[:, -1:]
         assert relative(together[row : row + 1], alone) < 1e-5
@@ -247,8 +247,8 @@ def test_a_padded_batch_decodes_as_each_sequence_alone(llama):
 
 def test_without_a_cache_in_the_call_the_result_can_be_without_one(llama):
     _, graph = llama
-    assert graph(tokens(1, 5)).cache is not None
-    assert graph(tokens(1, 5), use_cache=False).get("cache") is None
+    assert graph(tokens(1, 5))[CACHE] is not None
+    assert graph(tokens(1, 5), use_cache=False).get(CACHE) is None
 
 
 def test_positions_that_the_program_does_not_know_are_refused(llama):
@@ -288,10 +288,10 @@ def test_below_min_context_and_in_dense_decode_every_block_is_attended():
     assert relative(logits(graph, ids), logits(model, ids)) > 1e-3
     cache = DynamicCache()
     with torch.no_grad():
-        model(ids[:, :39], cache=cache, use_cache=True)
+        model(ids[:, :39], use_cache=True, **{CACHE: cache})
     twin = copy.deepcopy(cache)
-    step = logits(graph, ids[:, 39:], cache=cache)
-    assert relative(step, logits(model, ids[:, 39:], cache=twin)) < 1e-5
+    step = logits(graph, ids[:, 39:], **{CACHE: cache})
+    assert relative(step, logits(model, ids[:, 39:], **{CACHE: twin})) < 1e-5
 
 
 def test_switched_off_every_block_is_attended(llama, monkeypatch):

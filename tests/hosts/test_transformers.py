@@ -14,7 +14,7 @@ from sparsify.hosts import transformers as host
 from sparsify.hosts.calls import observing
 from sparsify.kernels.selection import record_selection, replay_selection
 from sparsify.plans import LayerPlan, Plan
-from tests._util.tiny_models import FAMILIES, build, tokens
+from tests._util.tiny_models import CACHE, FAMILIES, build, tokens
 
 SIZE, TOPK = 8, 2
 METHODS = ("moba", "msa")
@@ -114,7 +114,7 @@ def in_steps(model, ids, ends, mask=None):
     for end in ends:
         seen = None if mask is None else mask[:, :end]
         with torch.no_grad():
-            out = model(ids[:, start:end], attention_mask=seen, cache=cache, use_cache=True)
+            out = model(ids[:, start:end], attention_mask=seen, use_cache=True, **{CACHE: cache})
         parts.append(out.logits)
         start = end
     return torch.cat(parts, 1)

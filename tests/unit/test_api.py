@@ -119,11 +119,13 @@ def test_an_all_dense_policy_rewrites_nothing():
         sp.sparsify(build("llama"), sp.Policy.dense())
 
 
-def test_other_models_are_inspected_and_their_rewrite_is_refused_by_name():
+def test_other_models_are_rewritten_on_the_graph_host_only():
     model, x = TinyAttention().eval(), torch.randn(2, 24, 16)
+    policy = sp.Policy.moba(block_size=8, topk=2)
     assert len(sp.inspect(model, (x,)).sites) == 1
+    assert sp.sparsify(model, policy, (x,)).report.counts["rewritten"] == 1
     with pytest.raises(sp.CaptureError, match="graph host"):
-        sp.sparsify(model, sp.Policy.moba(block_size=8, topk=2), (x,))
+        sp.sparsify(model, policy, (x,), host="transformers")
     with pytest.raises(sp.UsageError, match="example inputs"):
         sp.inspect(model)
 
@@ -133,7 +135,7 @@ def test_unknown_hosts_and_formats_are_refused(tmp_path):
     policy = sp.Policy.moba(block_size=8, topk=2)
     with pytest.raises(sp.UsageError, match="Unknown host"):
         sp.sparsify(model, policy, host="jax")
-    with pytest.raises(sp.UsageError, match="Unknown export format"):
+    with pytest.raises(sp.UsageError, match="cannot be exported as 'onyx'"):
         sp.export(sp.sparsify(model, policy), tmp_path / "x", format="onyx")
 
 

@@ -45,7 +45,7 @@ def test_all_sites_are_proved(name):
         assert (site.mask.q_offset, site.mask.assumptions) == (0, ())
         assert site.phase == Phase.PREFILL and site.q_len == site.kv_len
         assert site.stream.source and not site.stream.cached and not site.stream.assumptions
-        assert site.source.startswith("transformers/models/")
+        assert "/modeling_" in site.source  # of transformers, however it is installed
     sources = [site.stream.source for site in found.sites]
     assert len(set(sources)) == 3  # each layer has its own hidden state
 
