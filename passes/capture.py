@@ -32,6 +32,7 @@ from sparsify.passes.dims import (
     specialised,
 )
 from sparsify.passes.examples import example_inputs, is_transformers_model
+from sparsify.passes.modes import evaluating
 from sparsify.passes.signatures import spelt_out
 
 __all__ = ["Captured", "capture", "example_inputs", "is_transformers_model"]
@@ -111,7 +112,7 @@ def capture(
     """
     named, training = dict(kwargs or {}), model.training
     tried: list[tuple[Attempt, Exception]] = []
-    with _quiet_inference(model):
+    with evaluating(model), torch.no_grad():
         for attempt in attempts(tuple(args), named, dynamic):
             try:
                 with _silence():
@@ -137,19 +138,6 @@ def _export(model: torch.nn.Module, attempt: Attempt) -> tuple[ExportedProgram, 
             strict=False,
         )
     return program, (args, kwargs)
-
-
-@contextlib.contextmanager
-def _quiet_inference(model: torch.nn.Module) -> Iterator[None]:
-    """Eval mode and no gradients for the capture; every module's own flag comes back."""
-    flags = [(module, module.training) for module in model.modules()]
-    try:
-        model.eval()
-        with torch.no_grad():
-            yield
-    finally:
-        for module, training in flags:
-            module.training = training
 
 
 @contextlib.contextmanager

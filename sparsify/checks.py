@@ -12,7 +12,6 @@ import torch
 from sparsify import quality, samples, settings
 from sparsify.comparing import (
     Context,
-    evaluating,
     logits,
     reloaded,
     result,
@@ -22,6 +21,7 @@ from sparsify.comparing import (
 from sparsify.equality import dense_limit, determinism, phases
 from sparsify.errors import UsageError
 from sparsify.kernels.selection import record_selection
+from sparsify.passes.modes import evaluating
 from sparsify.policy import Quality
 from sparsify.probes import batches, documents, future
 from sparsify.report import CheckResult, VerificationReport

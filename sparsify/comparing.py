@@ -34,7 +34,6 @@ __all__ = [
     "Context",
     "Pair",
     "error",
-    "evaluating",
     "join",
     "left_padded",
     "logits",
@@ -265,19 +264,6 @@ def reloaded(
             return f"reloading failed: {last}"
         found: list[torch.Tensor] = torch.load(answer, weights_only=True)
         return found
-
-
-class evaluating:
-    """Within it the model is in eval mode."""
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        self.model, self.training = model, model.training
-
-    def __enter__(self) -> None:
-        self.model.eval()
-
-    def __exit__(self, *_: object) -> None:
-        self.model.train(self.training)
 
 
 def error(

@@ -20,13 +20,13 @@ from sparsify.comparing import (
     ALL_BLOCKS,
     Pair,
     error,
-    evaluating,
     reloaded,
     result,
     same_bits,
     watching,
 )
 from sparsify.errors import UsageError
+from sparsify.passes.modes import evaluating
 from sparsify.report import CheckResult, VerificationReport
 from sparsify.structure import interface_faults, program_faults, site_faults, state_faults
 from sparsify.variants import plan_of, retuned

@@ -15,6 +15,7 @@ from sparsify.hosts import graph
 from sparsify.hosts.graph import Proved
 from sparsify.hosts.graph_model import GraphModel
 from sparsify.passes.examples import example_inputs, is_transformers_model
+from sparsify.passes.modes import trying
 from sparsify.plans import Plan
 
 __all__ = [
@@ -176,7 +177,6 @@ def _need_transformers() -> None:
         ) from None
 
 
-@torch.no_grad()
 def _probe(model: torch.nn.Module, plan: Plan) -> None:
     """A short forward: every planned site must be reached through the registered attention."""
     from sparsify.hosts.transformers import call_counts, fallbacks
@@ -184,17 +184,15 @@ def _probe(model: torch.nn.Module, plan: Plan) -> None:
     device = next(model.parameters()).device
     if device.type == "meta":
         return
-    was_training = model.training
-    model.eval()
     before = call_counts(model)
+    inputs = {k: _to(v, device) for k, v in example_inputs(model, seq_len=4).items()}
     try:
-        model(**{k: _to(v, device) for k, v in example_inputs(model, seq_len=4).items()})
+        with trying(model):
+            model(**inputs)
     except SparsifyError:
         raise
     except Exception as error:
         raise CaptureError(f"The rewritten {type(model).__name__} does not run: {error}") from error
-    finally:
-        model.train(was_training)
     after = call_counts(model)
     for layer in plan.rewritten:
         if after[layer.fqn] == before[layer.fqn]:

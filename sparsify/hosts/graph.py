@@ -7,9 +7,8 @@ no training mode: train the original, or rewrite it on another host.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +23,8 @@ from sparsify.hosts.state import state_of
 from sparsify.ir import AttentionSite, Refusal, site_key
 from sparsify.passes.capture import Captured, capture
 from sparsify.passes.detect import Detection, attention_calls, detect
+from sparsify.passes.dims import fresh
+from sparsify.passes.modes import trying
 from sparsify.passes.rewrite import rewrite
 from sparsify.plans import Plan
 
@@ -109,9 +110,10 @@ def run_examples(model: GraphModel, programs: Sequence[Proved]) -> None:
     if any(tensor.is_meta for tensor in model.parameters()):
         return
     for program in programs:
-        args, kwargs = pytree.tree_map(lambda leaf: leaf, (program.args, dict(program.kwargs)))
+        args, kwargs = fresh(program.args, dict(program.kwargs))
         try:
-            model(*args, **kwargs)
+            with trying(model):
+                model(*args, **kwargs)
         except SparsifyError:
             raise
         except Exception as error:
@@ -122,7 +124,7 @@ def _program(model: torch.nn.Module, proved: Proved, plan: Plan, signature: Sign
     captured = proved.captured
     sites = {site_key(site.fqn, site.ordinal): site for site in proved.detection.sites}
     names = tuple(signature.named(proved.args, {})), tuple(proved.kwargs)
-    program = Program(rewrite(captured, sites, plan), *names, padding_sizes(proved))
+    program = Program(rewrite(captured, sites, plan), *names, _padding_sizes(proved))
     return dataclasses.replace(program, guards=guards_of(captured), ones=_ones(model, proved))
 
 
@@ -135,27 +137,18 @@ def _ones(model: torch.nn.Module, proved: Proved) -> frozenset[str]:
     unchanged = Program(captured.program, (), ())
 
     def program(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return unchanged.run_flat(pytree.tree_leaves((args, kwargs)), state.__getitem__)
+        leaves = pytree.tree_leaves((args, kwargs))
+        with trying(model):
+            return unchanged.run_flat(leaves, state.__getitem__)
 
     def original(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return model(*args, **kwargs)
+        with trying(model):
+            return model(*args, **kwargs)
 
-    with _evaluating(model):
-        return served_at_one(captured, guards_of(captured), inputs, original, program)
-
-
-@contextlib.contextmanager
-def _evaluating(model: torch.nn.Module) -> Iterator[None]:
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
+    return served_at_one(captured, guards_of(captured), inputs, original, program)
 
 
-def padding_sizes(proved: Proved) -> dict[str, tuple[str, str]]:
+def _padding_sizes(proved: Proved) -> dict[str, tuple[str, str]]:
     """Batch and key length of every padding input, as expressions over other inputs' sizes."""
     calls = attention_calls(proved.captured)
     found = {}

@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 from sparsify.errors import CaptureError
 from sparsify.hosts.sizes import Unknown, evaluate
 from sparsify.passes.capture import Captured
+from sparsify.passes.dims import fresh
 from sparsify.passes.graphs import expression
 
 __all__ = ["guards_of", "served_at_one", "user_inputs"]
@@ -169,9 +170,9 @@ def _cut(node: Node | None, leaf: Any, wanted: Mapping[str, int]) -> Any:
 def _agree(model: Call, program: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     results = []
     for call in (model, program):
-        given = pytree.tree_map(lambda leaf: leaf, (args, kwargs))
+        own_args, own_kwargs = fresh(args, kwargs)  # a cache among them is changed in place
         try:
-            results.append(pytree.tree_leaves(call(*given)))
+            results.append(pytree.tree_leaves(call(own_args, own_kwargs)))
         except Exception:  # the model's own code, at a size it may not know
             return False
     pairs = list(zip(*results, strict=False))
