@@ -1,4 +1,4 @@
-"""The ops: their schemas, shapes, gradients and the choice of implementation.
+"""The ops: their schemas, shapes and gradients.
 
 Importing this module registers them under `torch.ops.sparsify`; the functions below are the same
 ops with documentation. It imports no Triton.
@@ -21,17 +21,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import pairwise
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from sparsify import settings
-from sparsify.errors import UsageError
-from sparsify.kernels import reference, selection, validation
-from sparsify.kernels.layout import Layout, block_count, key_slots, list_width
+from sparsify.kernels import selection, validation
+from sparsify.kernels.dispatch import implementation, with_topk_in_force
+from sparsify.kernels.layout import Layout, key_slots, list_width
 
 __all__ = [
     "block_attention",
@@ -393,47 +390,17 @@ def _call(name: str, *args: Any, **options: Any) -> Any:
     return getattr(torch.ops.sparsify, name)(*args, **options)
 
 
-def _implementation(name: str) -> ModuleType:
-    """The module that runs the op, by `SPARSIFY_IMPL`. Never falls back silently."""
-    if settings.impl() == "triton":
-        raise UsageError(
-            f"SPARSIFY_IMPL is triton, but there are no Triton kernels for {name} yet.",
-            "Use SPARSIFY_IMPL=auto or SPARSIFY_IMPL=reference.",
-        )
-    return reference
-
-
 def _body(op: _Op) -> Callable[..., Any]:
     def body(*args: Any, **options: Any) -> Any:
         validation.check_options(options)
         own, layout, further = op.split(args)
         if op.chooses:
-            options = _with_topk(options, own[op.first], own[op.first + 1], layout)
+            options = with_topk_in_force(options, own[op.first], own[op.first + 1], layout)
         with torch.no_grad():
-            run = getattr(_implementation(op.name), op.name)
+            run = getattr(implementation(op.name), op.name)
             return run(*own, layout, *further, **options)
 
     return body
-
-
-def _with_topk(options: dict[str, Any], q: Tensor, k: Tensor, layout: Layout) -> dict[str, Any]:
-    """The options with the top-k in force: all blocks where the call is to be dense, by its own
-    options or by SPARSIFY_DISABLE."""
-    kept, slots = dict(options), key_slots(k, layout)
-    # torch leaves out options that are at their defaults
-    short = _longest(slots, layout) < kept.pop("min_context", 0)
-    decode = kept.pop("decode_dense", False) and q.shape[2] == 1 and slots > 1
-    if short or decode or settings.disabled():
-        kept["topk"] = max(kept["topk"], block_count(slots, kept["block_size"]), 1)
-    return kept
-
-
-def _longest(slots: int, layout: Layout) -> int:
-    """Key slots of the longest sequence."""
-    cumulative = layout.cu_seqlens_q if layout.cu_seqlens_k is None else layout.cu_seqlens_k
-    if cumulative is None:
-        return slots
-    return max((b - a for a, b in pairwise(cumulative.tolist())), default=0)
 
 
 def _fake_lists(op: _Op) -> Callable[..., Tensor]:

@@ -1,0 +1,60 @@
+"""What runs a call of an op: the implementation, and the top-k in force."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from types import ModuleType
+from typing import Any
+
+from torch import Tensor
+
+from sparsify import settings
+from sparsify.errors import UsageError
+from sparsify.kernels import reference
+from sparsify.kernels.layout import Layout, block_count, key_slots
+
+__all__ = ["attends_every_block", "implementation", "with_topk_in_force"]
+
+
+def implementation(name: str) -> ModuleType:
+    """The module that runs the op, by `SPARSIFY_IMPL`.
+
+    Raises:
+        UsageError: what is asked for does not exist; nothing else runs in its place.
+    """
+    if settings.impl() == "triton":
+        raise UsageError(
+            f"SPARSIFY_IMPL is triton, but there are no Triton kernels for {name} yet.",
+            "Use SPARSIFY_IMPL=auto or SPARSIFY_IMPL=reference.",
+        )
+    return reference
+
+
+def attends_every_block(
+    q: Tensor, k: Tensor, layout: Layout, min_context: int = 0, decode_dense: bool = False
+) -> bool:
+    """Whether a call that chooses blocks is to attend all of them: by its own options (see
+    `sparsify.kernels.schemas.moba_attention`) or by SPARSIFY_DISABLE."""
+    slots = key_slots(k, layout)
+    decode = decode_dense and q.shape[2] == 1 and slots > 1
+    return decode or settings.disabled() or _longest(slots, layout) < min_context
+
+
+def with_topk_in_force(
+    options: dict[str, Any], q: Tensor, k: Tensor, layout: Layout
+) -> dict[str, Any]:
+    """The options of a call that chooses, with top-k in the place of what decides on it."""
+    kept = dict(options)
+    # torch leaves out options that are at their defaults
+    rule = {name: kept.pop(name) for name in ("min_context", "decode_dense") if name in kept}
+    if attends_every_block(q, k, layout, **rule):
+        kept["topk"] = max(kept["topk"], block_count(key_slots(k, layout), kept["block_size"]), 1)
+    return kept
+
+
+def _longest(slots: int, layout: Layout) -> int:
+    """Key slots of the longest sequence."""
+    cumulative = layout.cu_seqlens_q if layout.cu_seqlens_k is None else layout.cu_seqlens_k
+    if cumulative is None:
+        return slots
+    return max((b - a for a, b in pairwise(cumulative.tolist())), default=0)
