@@ -6,21 +6,19 @@ stood, so that inputs, outputs, state and dynamic sizes are those of the capture
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch._guards import detect_fake_mode
 from torch.export import ExportedProgram
-from torch.export.graph_signature import ExportGraphSignature, TensorArgument
 from torch.fx import Graph, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from sparsify.errors import CaptureError
 from sparsify.ir import AttentionSite, site_key
 from sparsify.passes.capture import Captured
-from sparsify.passes.cleanup import drop_dead
+from sparsify.passes.cleanup import drop_dead, renamed
 from sparsify.passes.detect import attention_calls
 from sparsify.passes.exported import duplicate, rebuilt
 from sparsify.passes.graphs import expression
@@ -58,7 +56,7 @@ def rewrite(captured: Captured, sites: Mapping[str, AttentionSite], plan: Plan) 
         names[old] = new
     drop_dead(graph)
     check(graph)
-    signature = _renamed(captured.program.graph_signature, names)
+    signature = renamed(captured.program.graph_signature, names)
     return rebuilt(captured.program, graph=graph, signature=signature)
 
 
@@ -73,7 +71,7 @@ def _replace(
     old = nodes[call.out.node]
     operands = [nodes[operand.node] for operand in call.operands]
     wanted = {"padding": site.mask.padding, "documents": site.mask.documents}
-    further = {key: _named(nodes, name) for key, name in wanted.items() if name is not None}
+    further = {key: _copy_of(nodes, name) for key, name in wanted.items() if name is not None}
 
     def replaced(q: Any, k: Any, v: Any, *rest: Any) -> Any:
         return run(q, k, v, **dict(zip(further, rest, strict=True)))
@@ -88,7 +86,7 @@ def _replace(
     return name, new.name
 
 
-def _named(nodes: Mapping[Node, Node], name: str) -> Node:
+def _copy_of(nodes: Mapping[Node, Node], name: str) -> Node:
     """The copy of the captured node of that name."""
     return next(new for old, new in nodes.items() if old.name == name)
 
@@ -137,12 +135,3 @@ def _check_fits(old: Node, new: Node, site: AttentionSite) -> None:
             f"The result of {site_key(site.fqn, site.ordinal)} lies in memory as {strides[0]}, "
             f"which its replacement cannot give ({strides[1]})."
         )
-
-
-def _renamed(signature: ExportGraphSignature, names: Mapping[str, str]) -> ExportGraphSignature:
-    """The signature with outputs that are results of replaced sites under their new names."""
-    renamed = copy.deepcopy(signature)
-    for spec in renamed.output_specs:
-        if isinstance(spec.arg, TensorArgument) and spec.arg.name in names:
-            spec.arg.name = names[spec.arg.name]
-    return renamed
