@@ -1,4 +1,4 @@
-"""The named checks V1-V7 of a rewritten transformers model against its original."""
+"""The named checks V1-V7 of a rewritten language model against its original."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from typing import Any
 
 import torch
 
-from sparsify import quality, samples, settings
+from sparsify import quality, samples
 from sparsify.comparing import (
     Context,
     logits,
+    names_of,
+    plan_to_verify,
     reloaded,
     result,
     same_bits,
     watching,
 )
 from sparsify.equality import dense_limit, determinism, phases
-from sparsify.errors import UsageError
 from sparsify.kernels.selection import record_selection
 from sparsify.passes.modes import evaluating
 from sparsify.policy import Quality
 from sparsify.probes import batches, documents, future
 from sparsify.report import CheckResult, VerificationReport
 from sparsify.structure import no_op, structure
-from sparsify.variants import plan_of
 
 __all__ = ["CHECKS", "run"]
 
@@ -60,22 +60,13 @@ def run(
         expected: attention layers that the model has by its config, for V1.
         detected: site keys of a fresh inspection of the original, for V1.
         greedy_tokens: length of the greedy continuation compared in V3.
+        model_name, against: what the report calls the two models.
+        progress: told what is being done, a line at a time.
 
     Raises:
         UsageError: an unknown check, a model without a plan, or unusable samples.
     """
-    names = list(CHECKS) if checks is None else [str(c).strip().upper() for c in checks]
-    unknown = [name for name in names if name not in CHECKS]
-    if unknown:
-        raise UsageError(f"Unknown check {unknown[0]}; known are {', '.join(CHECKS)}.")
-    plan = plan_of(rewritten)
-    if plan is None or not plan.rewritten:
-        raise UsageError("The second model is not a rewritten one: it has no plan.")
-    if settings.disabled():
-        raise UsageError(
-            "SPARSIFY_DISABLE=1 makes the rewritten model run dense; there is nothing to verify.",
-            "Unset it.",
-        )
+    names, plan = names_of(checks, CHECKS), plan_to_verify(rewritten)
     device = next(rewritten.parameters()).device
     vocab = getattr(original.config, "vocab_size", 256)
     ids, source = samples.to_ids(sample, tokenizer, vocab, device)

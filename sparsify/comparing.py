@@ -16,21 +16,21 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
+from sparsify import settings
 from sparsify.errors import UsageError
 from sparsify.hosts.calls import SiteCall, observing
 from sparsify.plans import Plan
 from sparsify.report import CheckResult
-from sparsify.variants import all_dense, retuned, takes
+from sparsify.variants import all_dense, plan_of, retuned, takes
 
 __all__ = [
-    "ALL_BLOCKS",
     "Context",
     "Pair",
     "error",
@@ -38,7 +38,9 @@ __all__ = [
     "left_padded",
     "logits",
     "logits_in_steps",
+    "names_of",
     "plain_and_padded",
+    "plan_to_verify",
     "reloaded",
     "result",
     "same_bits",
@@ -46,7 +48,6 @@ __all__ = [
     "watching",
 ]
 
-ALL_BLOCKS = 10**6
 CHECK_TOKENS = 1024
 # max|a - b| / max|b| for the outputs of a model, given the same selection.
 TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-12}
@@ -120,6 +121,38 @@ class Context(Pair):
         """The first `length` tokens of the leading sample, repeated when it is shorter."""
         ids = self.ids[0]
         return ids.repeat(1, -(-length // ids.shape[1]))[:, :length]
+
+
+def names_of(checks: Any, known: Collection[str]) -> list[str]:
+    """Names of the checks that are asked for, all by default.
+
+    Raises:
+        UsageError: a name that is not known.
+    """
+    names = list(known) if checks is None else [str(name).strip().upper() for name in checks]
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise UsageError(
+            f"Unknown check {unknown[0]}; known for this kind of model are {', '.join(known)}."
+        )
+    return names
+
+
+def plan_to_verify(rewritten: torch.nn.Module) -> Plan:
+    """The plan of a rewritten model.
+
+    Raises:
+        UsageError: it has none, or runs dense everywhere.
+    """
+    plan = plan_of(rewritten)
+    if plan is None or not plan.rewritten:
+        raise UsageError("The second model is not a rewritten one: it has no plan.")
+    if settings.disabled():
+        raise UsageError(
+            "SPARSIFY_DISABLE=1 makes the rewritten model run dense; there is nothing to verify.",
+            "Unset it.",
+        )
+    return plan
 
 
 class Seen:

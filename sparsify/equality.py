@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from sparsify.comparing import (
-    ALL_BLOCKS,
     Context,
     error,
     join,
@@ -22,7 +21,7 @@ from sparsify.comparing import (
     variant,
     watching,
 )
-from sparsify.hosts.calls import SiteCall, observing, run_sparse
+from sparsify.hosts.calls import ALL_BLOCKS, SiteCall, observing, run_sparse
 from sparsify.kernels.selection import Selection, record_selection, replay_selection
 from sparsify.report import CheckResult
 from sparsify.variants import in_float64, takes

@@ -17,19 +17,21 @@ import torch
 from torch.utils import _pytree as pytree
 
 from sparsify.comparing import (
-    ALL_BLOCKS,
     Pair,
     error,
+    names_of,
+    plan_to_verify,
     reloaded,
     result,
     same_bits,
     watching,
 )
 from sparsify.errors import UsageError
+from sparsify.hosts.calls import ALL_BLOCKS
 from sparsify.passes.modes import evaluating
 from sparsify.report import CheckResult, VerificationReport
 from sparsify.structure import interface_faults, program_faults, site_faults, state_faults
-from sparsify.variants import plan_of, retuned
+from sparsify.variants import retuned
 
 __all__ = ["run"]
 
@@ -70,18 +72,13 @@ def run(
         checks: names to run, all by default.
         directory: the saved folder, for V7.
         detected: site keys of a fresh inspection of the original, for V1.
+        model_name, against: what the report calls the two models.
+        progress: told what is being done, a line at a time.
 
     Raises:
         UsageError: an unknown check, a model without a plan, or no inputs.
     """
-    names = list(CHECKS) if checks is None else [str(name).strip().upper() for name in checks]
-    unknown = [name for name in names if name not in CHECKS]
-    if unknown:
-        known = ", ".join(CHECKS)
-        raise UsageError(f"{unknown[0]} is not a check of this kind of model; these are {known}.")
-    plan = plan_of(rewritten)
-    if plan is None or not plan.rewritten:
-        raise UsageError("The second model is not a rewritten one: it has no plan.")
+    names, plan = names_of(checks, CHECKS), plan_to_verify(rewritten)
     if not (args or kwargs):
         raise UsageError(
             f"{type(original).__name__} needs example inputs.", "Pass samples=(args, kwargs)."
@@ -141,8 +138,9 @@ def dense_limit(c: _Context) -> CheckResult:
 
 def determinism(c: _Context) -> CheckResult:
     """V5: reruns are bit-equal."""
+    model = retuned(c.rewritten, min_context=0)
     with watching(c) as seen:
-        first, again = c.outputs(c.rewritten), c.outputs(c.rewritten)
+        first, again = c.outputs(model), c.outputs(model)
     same = all(same_bits(a, b) for a, b in zip(first, again, strict=True))
     faults = seen.faults() + ([] if same else ["two runs on the same input differ"])
     done = f"reruns bit-equal ({seen.sparse_rows} sparse rows)"

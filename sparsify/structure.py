@@ -55,6 +55,7 @@ def structure(c: Context) -> CheckResult:
 
 
 def state_faults(c: Pair) -> list[str]:
+    """Parameters and buffers that were renamed, lost or changed."""
     a, b = c.original.state_dict(), c.rewritten.state_dict()
     faults = []
     if a.keys() != b.keys():
@@ -71,18 +72,17 @@ def state_faults(c: Pair) -> list[str]:
 
 
 def interface_faults(c: Pair) -> list[str]:
-    faults = []
+    """Whether the forward takes other arguments."""
     if isinstance(c.rewritten, GraphModel):
         same = signature_of(c.original.forward) == c.rewritten.sparsify_signature
     else:
         one, two = (inspect.signature(model.forward) for model in (c.original, c.rewritten))
         same = one == two
-    if not same:
-        faults.append("the forward signature changed")
-    return faults
+    return [] if same else ["the forward signature changed"]
 
 
 def site_faults(c: Pair) -> list[str]:
+    """Attention that the plan does not account for, and plans for what is not there."""
     faults = []
     if c.expected is not None and len(c.plan) != c.expected:
         faults.append(

@@ -13,7 +13,9 @@ from sparsify.kernels import selection
 from sparsify.kernels.planned import planned_attention
 from sparsify.plans import LayerPlan
 
-__all__ = ["Observer", "SiteCall", "current_observer", "observing", "run_sparse"]
+__all__ = ["ALL_BLOCKS", "Observer", "SiteCall", "current_observer", "observing", "run_sparse"]
+
+ALL_BLOCKS = 2**31 - 1  # a top-k beyond every number of blocks
 
 
 @dataclass(frozen=True)

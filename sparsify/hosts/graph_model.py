@@ -8,22 +8,19 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
 from sparsify.errors import UsageError
-from sparsify.hosts.calls import SiteCall, current_observer
+from sparsify.hosts.calls import current_observer
+from sparsify.hosts.graph_sites import WatchedSites
 from sparsify.hosts.program import Program
 from sparsify.hosts.signature import Signature
 from sparsify.hosts.state import State, copied, owner_of
 from sparsify.kernels import selection
-from sparsify.kernels.layout import Layout
-from sparsify.passes.retune import is_site, retuned, site_of
-from sparsify.plans import LayerPlan, Plan
+from sparsify.passes.retune import retuned
+from sparsify.plans import Plan
 
 __all__ = ["GraphModel"]
-
-ALL_BLOCKS = 2**31 - 1
 
 
 class GraphModel(torch.nn.Module):
@@ -77,7 +74,7 @@ class GraphModel(torch.nn.Module):
         asked = self._to_program(given)
         program = self._program(asked)
         watched = current_observer() is not None or selection.is_active()
-        runner = _Watched(self.sparsify_plan) if watched else None
+        runner = WatchedSites(self.sparsify_plan) if watched else None
         return self._finished(given, program.run(asked, self._tensor, runner))
 
     def _given(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -182,47 +179,6 @@ class GraphModel(torch.nn.Module):
         from sparsify.hosts.archive import from_bytes, to_bytes
 
         return from_bytes, (to_bytes(self), getattr(self, "config", None))
-
-
-class _Watched(torch.fx.Interpreter):
-    """Runs a program with the sites named for the recorder, and shown to the observer."""
-
-    def __init__(self, plan: Plan) -> None:
-        self.plans = plan.by_key()
-
-    def __call__(self, module: GraphModule, values: list[Any]) -> Any:
-        super().__init__(module)
-        return self.run(*values)
-
-    def run_node(self, n: Node) -> Any:
-        if not is_site(n):
-            return super().run_node(n)
-        key, watch = site_of(n), current_observer()
-        if watch is None:
-            with selection.site(key):
-                return super().run_node(n)
-        args, kwargs = self.fetch_args_kwargs_from_env(n)
-        observer, run_dense = watch
-        observer(_call(self.plans[key], args, kwargs, n))
-        with selection.site(key):
-            options = {**kwargs, "topk": ALL_BLOCKS} if run_dense else kwargs
-            return n.target(*args, **options)  # type: ignore[operator]
-
-
-def _call(plan: LayerPlan, args: Any, kwargs: Any, node: Node) -> SiteCall:
-    """The call as an observer sees it."""
-    names = [entry.name for entry in node.target._schema.arguments]  # type: ignore[union-attr]
-    named = {**dict(zip(names, args, strict=False)), **kwargs}
-    layout = {name: named.get(name) for name in Layout._fields}
-    return SiteCall(
-        plan,
-        named["q"],
-        named["k"],
-        named["v"],
-        named.get("scale"),
-        layout["q_start"],
-        layout["key_mask"],
-    )
 
 
 def _holds_something(value: Any) -> bool:
