@@ -16,14 +16,14 @@ from torch.utils import _pytree as pytree
 
 from sparsify.errors import CaptureError, SparsifyError
 from sparsify.hosts.graph_model import GraphModel
-from sparsify.hosts.guards import guards_of, served_at_one
+from sparsify.hosts.guards import guards_of
 from sparsify.hosts.program import Program
 from sparsify.hosts.signature import Signature, signature_of
 from sparsify.hosts.state import state_of
+from sparsify.hosts.trials import agree, as_captured, copies, served_at_one
 from sparsify.ir import AttentionSite, Refusal, site_key
 from sparsify.passes.capture import Captured, capture
 from sparsify.passes.detect import Detection, attention_calls, detect
-from sparsify.passes.dims import fresh
 from sparsify.passes.modes import trying
 from sparsify.passes.rewrite import rewrite
 from sparsify.plans import Plan
@@ -110,7 +110,7 @@ def run_examples(model: GraphModel, programs: Sequence[Proved]) -> None:
     if any(tensor.is_meta for tensor in model.parameters()):
         return
     for program in programs:
-        args, kwargs = fresh(program.args, dict(program.kwargs))
+        args, kwargs = copies((program.args, dict(program.kwargs)))
         try:
             with trying(model):
                 model(*args, **kwargs)
@@ -123,29 +123,59 @@ def run_examples(model: GraphModel, programs: Sequence[Proved]) -> None:
 def _program(model: torch.nn.Module, proved: Proved, plan: Plan, signature: Signature) -> Program:
     captured = proved.captured
     sites = {site_key(site.fqn, site.ordinal): site for site in proved.detection.sites}
-    names = tuple(signature.named(proved.args, {})), tuple(proved.kwargs)
+    given = signature.named(proved.args, proved.kwargs)
+    names = tuple(name for name in given if name not in proved.kwargs), tuple(proved.kwargs)
     program = Program(rewrite(captured, sites, plan), *names, _padding_sizes(proved))
-    return dataclasses.replace(program, guards=guards_of(captured), ones=_ones(model, proved))
-
-
-def _ones(model: torch.nn.Module, proved: Proved) -> frozenset[str]:
-    """Dynamic sizes that may be 1, as the captured program and the model agree there."""
-    captured, inputs = proved.captured, (proved.args, dict(proved.kwargs))
+    program = dataclasses.replace(program, guards=guards_of(captured))
     if any(tensor.is_meta for tensor in model.parameters()):
-        return frozenset()
+        return program
+    return _tried(model, proved, program)
+
+
+def _tried(model: torch.nn.Module, proved: Proved, program: Program) -> Program:
+    """The program with what running it as captured beside the model says of its calls.
+
+    Raises:
+        CaptureError: the two differ on the example inputs.
+    """
+    captured = proved.captured
+    inputs = as_captured(captured, (proved.args, dict(proved.kwargs)))
     state = {**captured.program.state_dict, **captured.program.constants}
     unchanged = Program(captured.program, (), ())
 
-    def program(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        leaves = pytree.tree_leaves((args, kwargs))
+    def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with trying(model):
-            return unchanged.run_flat(leaves, state.__getitem__)
+            return unchanged.run_flat(pytree.tree_leaves((args, kwargs)), state.__getitem__)
 
     def original(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with trying(model):
             return model(*args, **kwargs)
 
-    return served_at_one(captured, guards_of(captured), inputs, original, program)
+    again = 2  # what the forward counts in Python shows in the second call
+    if not all(agree(original, run, inputs) for _ in range(again)):
+        raise CaptureError(
+            f"{captured.name} and its captured program do not agree on the example inputs.",
+            "A capture does not see what a forward keeps in Python, such as a counter of calls.",
+        )
+    padding = {
+        name: sizes
+        for name, sizes in program.padding.items()
+        if name in program.names and agree(original, run, *_unpadded(program, inputs, name))
+    }
+    ones = served_at_one(captured, program.guards, inputs, original, run)
+    return dataclasses.replace(program, padding=padding, ones=ones)
+
+
+def _unpadded(program: Program, inputs: Any, name: str) -> tuple[Any, Any]:
+    """The example inputs without the padding, and with one that hides no key."""
+    args, kwargs = inputs
+    given = {**dict(zip(program.args, args, strict=True)), **kwargs}
+
+    def with_padding(value: Any) -> Any:
+        now = {**given, name: value}
+        return tuple(now[n] for n in program.args), {n: now[n] for n in program.kwargs}
+
+    return with_padding(None), with_padding(torch.ones_like(given[name]))
 
 
 def _padding_sizes(proved: Proved) -> dict[str, tuple[str, str]]:

@@ -8,12 +8,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from sparsify.errors import UsageError
 from sparsify.hosts.calls import current_observer
 from sparsify.hosts.graph_sites import WatchedSites
-from sparsify.hosts.program import Program
+from sparsify.hosts.program import Program, same_option
 from sparsify.hosts.signature import Signature
 from sparsify.hosts.state import State, copied, owner_of
 from sparsify.kernels import selection
@@ -78,7 +77,9 @@ class GraphModel(torch.nn.Module):
         return self._finished(given, program.run(asked, self._tensor, runner))
 
     def _given(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        return self.sparsify_signature.named(args, kwargs)
+        """All arguments by name, the defaults of the forward for those that are left out."""
+        signature = self.sparsify_signature
+        return {**signature.defaults, **signature.named(args, kwargs)}
 
     def _to_program(self, given: Mapping[str, Any]) -> dict[str, Any]:
         return dict(given)
@@ -89,22 +90,18 @@ class GraphModel(torch.nn.Module):
         Raises:
             UsageError: an argument is given that no program takes.
         """
-        there = {name: value for name, value in given.items() if _holds_something(value)}
-        fitting = [p for p in self.sparsify_programs if p.required <= there.keys()]
+        there = {name for name, value in given.items() if value is not None}
+        fitting = [p for p in self.sparsify_programs if p.required <= there]
         program = fitting[-1] if fitting else self.sparsify_programs[0]
-        defaults = {name: default for name, _, default in self.sparsify_signature.parameters}
-        for name, value in there.items():
-            if name not in program.names and not self._harmless(name, value, defaults):
+        defaults = self.sparsify_signature.defaults
+        for name, value in given.items():
+            harmless = name in defaults and same_option(value, defaults[name])
+            if name not in program.names and not harmless:
                 raise UsageError(
                     f"The program does not take {name}; it was captured with "
                     f"{', '.join(program.names)}."
                 )
         return program
-
-    def _harmless(self, name: str, value: Any, defaults: Mapping[str, Any]) -> bool:
-        """Whether an argument that the program does not take says what is so without it."""
-        default = defaults.get(name, [])
-        return isinstance(value, bool | int | float | str) and value == default
 
     def _finished(self, given: Mapping[str, Any], out: Any) -> Any:
         return out
@@ -179,8 +176,3 @@ class GraphModel(torch.nn.Module):
         from sparsify.hosts.archive import from_bytes, to_bytes
 
         return from_bytes, (to_bytes(self), getattr(self, "config", None))
-
-
-def _holds_something(value: Any) -> bool:
-    """Whether an argument is given: not None, and not an empty cache."""
-    return value is not None and bool(pytree.tree_leaves(value))

@@ -11,7 +11,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
 from transformers.exporters.exporter_dynamo import register_cache_pytrees_for_model
 
 from sparsify.errors import UsageError
@@ -35,9 +37,17 @@ class LanguageGraphModel(GraphModel):
         return given
 
     def _to_program(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """A cache is always computed, also when the result is to be without it."""
+        """A cache is always computed, also when the result is to be without it; an empty one is
+        as good as none."""
         computed = self.sparsify_programs[0].constants.get("use_cache") is True
-        return {n: value for n, value in given.items() if not (computed and n == "use_cache")}
+        left_out = {"use_cache"} if computed or given.get("use_cache") is None else set()
+        left_out |= {n for n in CACHE_NAMES if n in given and not pytree.tree_leaves(given[n])}
+        asked = {n: value for n, value in given.items() if n not in left_out}
+        later = self.sparsify_programs[-1]
+        for name in CACHE_NAMES:
+            if name in later.names and _grows(asked.get(name)):
+                asked[name] = later.built_as_captured(name, asked[name])
+        return asked
 
     def _finished(self, given: Mapping[str, Any], out: Any) -> Any:
         name = next((name for name in CACHE_NAMES if out.get(name) is not None), None)
@@ -50,6 +60,15 @@ class LanguageGraphModel(GraphModel):
             own.__dict__.update(out[name].__dict__)
             out[name] = own
         return out
+
+
+def _grows(cache: Any) -> bool:
+    """Whether a cache is nothing but its keys and values; others are taken as they are."""
+    return (
+        type(cache) is DynamicCache
+        and not getattr(cache, "offloading", False)
+        and all(type(layer) is DynamicLayer for layer in cache.layers)
+    )
 
 
 def example_programs(model: torch.nn.Module, *, seq_len: int | None = None) -> list[dict[str, Any]]:

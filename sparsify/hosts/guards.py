@@ -1,37 +1,25 @@
 """For which sizes a program holds: what the model's code asked of them while it was captured.
 
 torch.export follows the path that the example's sizes take and notes every question on the way as
-a guard. That sizes are larger than 1 it takes for granted, without a note; so 1 is tried by
-numbers, the captured program against the model itself.
+a guard. (That sizes are larger than 1 it takes for granted, without a note: see `trials`.)
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
-
 import sympy
 import torch
 from torch.fx import Node
-from torch.utils import _pytree as pytree
 
 from sparsify.errors import CaptureError
-from sparsify.hosts.sizes import Unknown, evaluate
+from sparsify.hosts.sizes import Unknown, holds
 from sparsify.passes.capture import Captured
-from sparsify.passes.dims import fresh
 from sparsify.passes.graphs import expression
 
-__all__ = ["guards_of", "served_at_one", "user_inputs"]
-
-Call = Callable[[tuple[Any, ...], dict[str, Any]], Any]
-CLOSE = {torch.float64: 1e-10, torch.float32: 1e-4}
-NEAR = 64
-ROUGH = 5e-2  # 16-bit results of one and the same arithmetic
+__all__ = ["guards_of", "user_inputs"]
 
 
 def guards_of(captured: Captured) -> tuple[str, ...]:
-    """Conditions on the symbols of the inputs' sizes, as text for `evaluate`.
+    """Conditions on the symbols of the inputs' sizes, as text for `holds`.
 
     Raises:
         CaptureError: one cannot be written down.
@@ -42,6 +30,10 @@ def guards_of(captured: Captured) -> tuple[str, ...]:
         return ()
     env = dynamic[0].node.shape_env
     known = {symbol for size in dynamic for symbol in expression(size).free_symbols}
+    readable = {expression(size) for size in dynamic if expression(size).is_Symbol}
+    if known - readable:
+        told = min(str(expression(size)) for size in dynamic if not expression(size).is_Symbol)
+        raise CaptureError(f"A size is given as {told} only.", "Let one size be the symbol itself.")
     found = []
     for guard in env.guards:
         condition = env.replace(guard.expr)
@@ -49,7 +41,7 @@ def guards_of(captured: Captured) -> tuple[str, ...]:
             continue
         text = str(condition)
         try:
-            evaluate(text, {str(symbol): 2 for symbol in known})
+            holds(text, {str(symbol): 2 for symbol in readable})
         except Unknown as error:
             said = f"A condition on the inputs' sizes is not understood: {error}."
             raise CaptureError(said) from None
@@ -61,131 +53,3 @@ def user_inputs(captured: Captured) -> list[Node]:
     """Placeholders of the user's tensors."""
     names = set(captured.inputs)
     return [n for n in captured.graph.find_nodes(op="placeholder") if n.name in names]
-
-
-def served_at_one(
-    captured: Captured, guards: tuple[str, ...], inputs: Any, model: Call, program: Call
-) -> frozenset[str]:
-    """Symbols for which 1 is as good as any other size: there the program equals the model.
-
-    Args:
-        inputs: `(args, kwargs)` of the capture.
-        model, program: both as functions of args and kwargs.
-    """
-    leaves, spec = pytree.tree_flatten(inputs)
-    sizes = _sizes(captured, leaves)
-    found: set[str] = set()
-    for group in _groups(captured, sizes):
-        if group <= found:
-            continue
-        wanted = _with_ones(group, sizes, guards)
-        if wanted is not None:
-            cut = [_cut(node, leaf, wanted) for node, leaf in _pairs(captured, leaves)]
-            args, kwargs = pytree.tree_unflatten(cut, spec)
-            if _agree(model, program, args, kwargs):
-                found |= group
-    return frozenset(found)
-
-
-def _pairs(captured: Captured, leaves: list[Any]) -> Iterator[tuple[Node | None, Any]]:
-    """Every leaf with its placeholder; None for leaves that are no tensors."""
-    nodes = iter(user_inputs(captured))
-    for leaf in leaves:
-        yield (next(nodes) if isinstance(leaf, torch.Tensor) else None), leaf
-
-
-def _sizes(captured: Captured, leaves: list[Any]) -> dict[str, int]:
-    found: dict[str, int] = {}
-    for node, leaf in _pairs(captured, leaves):
-        if node is not None:
-            for symbol, number in zip(_symbols(node), leaf.shape, strict=True):
-                if symbol is not None:
-                    found.setdefault(symbol, int(number))
-    return found
-
-
-def _symbols(node: Node) -> list[str | None]:
-    found = [expression(size) for size in node.meta["val"].shape]
-    return [str(symbol) if symbol.is_Symbol else None for symbol in found]
-
-
-def _groups(captured: Captured, sizes: Mapping[str, int]) -> list[frozenset[str]]:
-    """Symbols that may belong together: dims of one place and size in all inputs (the batch), then
-    those of one argument (all entries of a cache)."""
-    alike: dict[tuple[int, int], set[str]] = {}
-    own: dict[tuple[str, int], set[str]] = {}
-    for node in user_inputs(captured):
-        argument = node.name.rstrip("0123456789").rstrip("_")
-        for dim, symbol in enumerate(_symbols(node)):
-            if symbol is not None:
-                alike.setdefault((dim, sizes[symbol]), set()).add(symbol)
-                own.setdefault((argument, dim), set()).add(symbol)
-    return list(dict.fromkeys(frozenset(group) for group in (*alike.values(), *own.values())))
-
-
-def _with_ones(
-    group: frozenset[str], sizes: Mapping[str, int], guards: tuple[str, ...]
-) -> dict[str, int] | None:
-    """Sizes with ones for the group, and others as the guards then ask; None if there are none."""
-    wanted, free = {**sizes, **dict.fromkeys(group, 1)}, set(sizes) - group
-    while broken := _broken(guards, wanted):
-        changes = [
-            {**wanted, name: size}
-            for name in sorted(free & _names(broken[0]))
-            for size in _smaller(wanted[name])
-        ]
-        best = min(changes, key=lambda change: len(_broken(guards, change)), default=wanted)
-        if len(_broken(guards, best)) >= len(broken):
-            return None
-        free -= {name for name in free if best[name] != wanted[name]}
-        wanted = best
-    return wanted
-
-
-def _broken(guards: tuple[str, ...], sizes: Mapping[str, int]) -> list[str]:
-    return [guard for guard in guards if not evaluate(guard, sizes)]
-
-
-def _names(guard: str) -> set[str]:
-    return set(re.findall(r"\w+", guard))
-
-
-def _smaller(size: int) -> list[int]:
-    """Sizes to try in place of one: those close to it, and close to 1."""
-    return sorted({*range(max(1, size - NEAR), size), *range(1, min(size, NEAR))}, reverse=True)
-
-
-def _cut(node: Node | None, leaf: Any, wanted: Mapping[str, int]) -> Any:
-    """The end of an input, in the wanted sizes."""
-    if node is None:
-        return leaf
-    for dim, symbol in enumerate(_symbols(node)):
-        if symbol is not None:
-            size = min(wanted[symbol], leaf.shape[dim])
-            leaf = leaf.narrow(dim, leaf.shape[dim] - size, size)
-    return leaf.clone()
-
-
-@torch.no_grad()
-def _agree(model: Call, program: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    results = []
-    for call in (model, program):
-        own_args, own_kwargs = fresh(args, kwargs)  # a cache among them is changed in place
-        try:
-            results.append(pytree.tree_leaves(call(own_args, own_kwargs)))
-        except Exception:  # the model's own code, at a size it may not know
-            return False
-    pairs = list(zip(*results, strict=False))
-    return len(results[0]) == len(results[1]) and all(_close(a, b) for a, b in pairs)
-
-
-def _close(a: Any, b: Any) -> bool:
-    if not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)):
-        return bool(a == b)
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    if not a.is_floating_point():
-        return torch.equal(a, b)
-    scale = b.abs().nan_to_num(0.0, 0.0, 0.0).max().item() if b.numel() else 0.0
-    allowed = CLOSE.get(a.dtype, ROUGH) * scale
-    return torch.allclose(a, b, rtol=0.0, atol=allowed, equal_nan=True)

@@ -20,11 +20,11 @@ from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
 from sparsify.errors import CaptureError, UsageError
-from sparsify.hosts.sizes import evaluate
+from sparsify.hosts.sizes import evaluate, holds
 from sparsify.passes.exported import moved
 from sparsify.passes.graphs import expression
 
-__all__ = ["Program"]
+__all__ = ["Program", "same_option"]
 
 Lookup = Callable[[str], torch.Tensor]
 _STATE = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
@@ -138,42 +138,46 @@ class Program:
         """Flat inputs in the order of the placeholders."""
         values = {name: given.get(name, self.constants.get(name)) for name in self.names}
         missing = [name for name, value in values.items() if self._is_missing(name, value)]
-        known = {name: value for name, value in values.items() if name not in missing}
-        sizes = self._sizes(known)
-        for name in missing:
-            if name not in self.padding:
-                raise UsageError(f"{name} is missing; the program was captured with it.")
-            values[name] = self._no_padding(name, sizes)
-        leaves, _ = self._flat(values)
+        unknown = [name for name in missing if name not in self.padding]
+        if unknown:
+            raise UsageError(f"{unknown[0]} is missing; the program was captured with it.")
+        leaves = self._flat(values)
+        sizes = self._sizes(leaves)
+        for place, node in enumerate(self._placeholders):
+            if node.name in missing:
+                leaves[place] = self._no_padding(node, sizes)
         self._check(leaves)
         return leaves
 
     def _is_missing(self, name: str, value: Any) -> bool:
         return value is None and name not in self.constants
 
-    def _flat(self, values: Mapping[str, Any]) -> tuple[list[Any], Any]:
+    def _flat(self, values: Mapping[str, Any]) -> list[Any]:
         args = tuple(values[name] for name in self.args)
         kwargs = {name: values[name] for name in self.kwargs}
-        leaves, spec = pytree.tree_flatten((args, kwargs))
-        if len(leaves) != len(self._placeholders):
+        try:
+            return list(self.exported.call_spec.in_spec.flatten_up_to((args, kwargs)))
+        except ValueError as error:
+            reason = " ".join(str(error).rstrip(".").split())[:200]
             raise UsageError(
-                f"The arguments hold {len(leaves)} tensors and values; the program was captured "
-                f"with {len(self._placeholders)}."
-            )
-        return leaves, spec
+                f"The arguments are built otherwise than those of the capture: {reason}."
+            ) from None
 
-    def _sizes(self, known: Mapping[str, Any]) -> dict[Any, int]:
+    def built_as_captured(self, name: str, value: Any) -> Any:
+        """An argument's tensors in an object that is built as that of the capture; the argument
+        itself where their numbers differ."""
+        spec = self.exported.call_spec.in_spec
+        args, kwargs = spec.unflatten([torch.empty(0)] * spec.num_leaves)
+        wanted = pytree.tree_structure({**dict(zip(self.args, args, strict=True)), **kwargs}[name])
+        leaves = pytree.tree_leaves(value)
+        return wanted.unflatten(leaves) if len(leaves) == wanted.num_leaves else value
+
+    def _sizes(self, leaves: list[Any]) -> dict[Any, int]:
         """Numbers of the shape symbols, from the inputs that are there."""
         sizes: dict[Any, int] = {}
-        nodes = {node.name: node for node in self._placeholders}
-        leaves = {name: value for name, value in known.items() if name in nodes}
-        for name, tree in known.items():
-            if name not in nodes:
-                found = pytree.tree_leaves(tree)
-                leaves |= {f"{name}_{n}": leaf for n, leaf in enumerate(found)}
-        for name, leaf in leaves.items():
-            if name in nodes and isinstance(leaf, torch.Tensor):
-                self._note(sizes, nodes[name], leaf)
+        for node, leaf in zip(self._placeholders, leaves, strict=True):
+            if isinstance(leaf, torch.Tensor) and isinstance(node.meta.get("val"), torch.Tensor):
+                self._note(sizes, node, leaf)
         return sizes
 
     def _note(self, sizes: dict[Any, int], node: Node, leaf: torch.Tensor) -> None:
@@ -182,9 +186,9 @@ class Program:
             if symbol.is_Symbol:
                 sizes.setdefault(symbol, int(number))
 
-    def _no_padding(self, name: str, sizes: Mapping[Any, int]) -> torch.Tensor:
-        shape = [evaluate(size, _named(sizes)) for size in self.padding[name]]
-        value = next(n for n in self._placeholders if n.name == name).meta["val"]
+    def _no_padding(self, node: Node, sizes: Mapping[Any, int]) -> torch.Tensor:
+        shape = [evaluate(size, _named(sizes)) for size in self.padding[node.name]]
+        value = node.meta["val"]
         return torch.ones(shape, dtype=value.dtype, device=value.device)
 
     def _check(self, leaves: list[Any]) -> None:
@@ -193,16 +197,17 @@ class Program:
         for node, leaf in zip(self._placeholders, leaves, strict=True):
             value = node.meta.get("val")
             if not isinstance(value, torch.Tensor):
-                if leaf != value and leaf is not None:
+                if not same_option(leaf, value):
+                    told = f"a {type(leaf).__name__}" if isinstance(leaf, torch.Tensor) else leaf
                     raise UsageError(
-                        f"{node.name} is {leaf!r}; the program was captured with {value!r}."
+                        f"{node.name} is {told!r}; the program was captured with {value!r}."
                     )
                 continue
             _check_tensor(node.name, leaf, value)
             self._note(sizes, node, leaf)
             for dim, size in enumerate(value.shape):
                 self._check_size(node.name, dim, leaf.shape[dim], expression(size), sizes)
-        broken = next((g for g in self.guards if not evaluate(g, _named(sizes))), None)
+        broken = next((g for g in self.guards if not holds(g, _named(sizes))), None)
         if broken is not None:
             raise UsageError(
                 f"The inputs do not fit each other: {self._told(broken)} does not hold."
@@ -260,6 +265,11 @@ class Program:
             else:
                 raise CaptureError(f"The program has outputs of the kind {spec.kind.name}.")
         return pytree.tree_unflatten(results, self.exported.call_spec.out_spec)
+
+
+def same_option(value: Any, captured: Any) -> bool:
+    """Whether a value that is no tensor is the one that the program was captured with."""
+    return type(value) is type(captured) and bool(value == captured)
 
 
 def _named(sizes: Mapping[Any, int]) -> dict[str, int]:

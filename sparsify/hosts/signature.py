@@ -31,7 +31,10 @@ _PLAIN = (bool, int, float, str, type(None))
 
 @dataclass(frozen=True)
 class Signature:
-    """Parameters of a forward, as triples (name, kind, default); [] stands for no default."""
+    """Parameters of a forward, as triples (name, kind, default).
+
+    [] stands for no default, a list with the name of a type for one that cannot be written down.
+    """
 
     parameters: tuple[tuple[str, str, Any], ...]
 
@@ -43,6 +46,11 @@ class Signature:
             value = Parameter.empty if default == [] else default
             found.append(Parameter(name, _KINDS[kind], default=value))
         return inspect.Signature(found)
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """The defaults that can be written down."""
+        return {name: d for name, _, d in self.parameters if not isinstance(d, list)}
 
     def named(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """The given arguments by name.
@@ -67,12 +75,13 @@ class Signature:
 
 
 def signature_of(forward: Callable[..., Any]) -> Signature:
-    """The signature of a model's forward, with the defaults that can be written down."""
+    """The signature of a model's forward."""
     rows: list[tuple[str, str, Any]] = []
     for name, entry in inspect.signature(forward).parameters.items():
         default = entry.default
         if default is Parameter.empty:
             rows.append((name, entry.kind.name, []))
         else:
-            rows.append((name, entry.kind.name, default if type(default) in _PLAIN else None))
+            plain = type(default) in _PLAIN
+            rows.append((name, entry.kind.name, default if plain else [type(default).__name__]))
     return Signature(tuple(rows))

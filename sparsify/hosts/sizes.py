@@ -11,7 +11,7 @@ import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
-__all__ = ["Unknown", "evaluate"]
+__all__ = ["Unknown", "evaluate", "holds"]
 
 _BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
@@ -57,6 +57,10 @@ class Unknown(ValueError):
     """The text is no arithmetic on the given sizes."""
 
 
+class Undefined(Unknown):
+    """The text divides by zero at the given sizes."""
+
+
 def evaluate(text: str, sizes: Mapping[str, int]) -> Any:
     """The number or truth value of a text such as `s0 + 4 <= s1`.
 
@@ -66,7 +70,20 @@ def evaluate(text: str, sizes: Mapping[str, int]) -> Any:
     try:
         return _value(ast.parse(text.strip(), mode="eval").body, sizes)
     except (SyntaxError, KeyError, ZeroDivisionError, TypeError, RecursionError) as error:
-        raise Unknown(f"{text!r} cannot be evaluated ({type(error).__name__})") from None
+        kind = Undefined if isinstance(error, ZeroDivisionError) else Unknown
+        raise kind(f"{text!r} cannot be evaluated ({type(error).__name__})") from None
+
+
+def holds(condition: str, sizes: Mapping[str, int]) -> bool:
+    """Whether a condition holds for the sizes; one that divides by zero does not.
+
+    Raises:
+        Unknown: as `evaluate`.
+    """
+    try:
+        return bool(evaluate(condition, sizes))
+    except Undefined:
+        return False
 
 
 def _value(node: ast.expr, sizes: Mapping[str, int]) -> Any:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import sparsify as sp
-from sparsify.errors import UsageError
+from sparsify.errors import CaptureError, UsageError
 from sparsify.hosts.sizes import Unknown, evaluate
 from sparsify.plans import Plan
 
@@ -68,6 +68,91 @@ def test_a_model_without_such_paths_is_run_with_one_of_everything():
     assert same(model, graph, 1, 1)
     with pytest.raises(UsageError, match=r"dim 1 of x is 0"):
         graph(torch.randn(2, 0, 16))
+
+
+def test_a_path_for_one_of_everything_is_found_although_no_single_one_shows_it():
+    model, graph = built(lambda x: x.shape[0] == 1 and x.shape[1] == 1)
+    assert same(model, graph, 1, 9)
+    with pytest.raises(UsageError, match="the program holds for 2 and more"):
+        graph(torch.randn(1, 1, 16))
+
+
+def test_sizes_at_which_a_condition_divides_by_zero_are_refused():
+    model, graph = built(lambda x: x.shape[1] % (x.shape[1] // 4 - 2) == 0)
+    assert same(model, graph, 2, 24)
+    with pytest.raises(UsageError, match="do not fit each other"):
+        graph(torch.randn(2, 8, 16))
+
+
+class Counting(Branching):
+    """A forward that counts its calls, in a buffer or in Python."""
+
+    def __init__(self, python):
+        super().__init__(lambda x: False)
+        self.python, self.calls = python, 0
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x):
+        self.count.add_(1.0)
+        self.calls += 1
+        return super().forward(x) * (self.calls if self.python else self.count)
+
+
+def test_what_a_forward_counts_in_python_is_no_program():
+    with pytest.raises(CaptureError, match="do not agree on the example inputs"):
+        sp.sparsify(Counting(python=True).eval(), POLICY, (torch.randn(2, 24, 16),))
+
+
+def test_what_a_forward_counts_in_a_buffer_goes_on_counting():
+    model = Counting(python=False).eval()
+    graph = sp.sparsify(model, POLICY, (torch.randn(2, 24, 16),)).model
+    assert graph.count == 0.0
+    x = torch.randn(1, 1, 16)
+    first, second = graph(x), graph(x)
+    assert graph.count == 2.0 and torch.allclose(second, 2 * first)
+
+
+class Masked(Branching):
+    """Attention that may be causal only while it is given a mask."""
+
+    def __init__(self, always_causal):
+        super().__init__(lambda x: False)
+        self.always_causal = always_causal
+
+    def forward(self, x, mask=None):
+        q, k, v = (t.unflatten(-1, (2, 8)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        visible = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
+        if mask is not None:
+            visible = visible & mask[:, None, None, :]
+        elif not self.always_causal:
+            visible = None
+        y = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=visible)
+        return y.transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize("always_causal", [True, False])
+def test_a_padding_mask_may_be_left_out_where_the_model_then_hides_nothing(always_causal):
+    model, x = Masked(always_causal).eval(), torch.randn(2, 24, 16)
+    mask = torch.ones(2, 24, dtype=torch.bool)
+    graph = sp.sparsify(model, sp.Policy.moba(block_size=4, topk=99), (x, mask)).model
+    assert torch.allclose(graph(x, mask), model(x, mask), atol=1e-5)
+    if always_causal:
+        assert torch.allclose(graph(x), model(x), atol=1e-5)
+    else:
+        with pytest.raises(UsageError, match="mask is missing"):
+            graph(x)
+
+
+def test_example_inputs_stay_as_they_are():
+    class Changing(Branching):
+        def forward(self, x, calls):
+            return super().forward(x) * calls.add_(1.0)
+
+    calls = torch.zeros(1)
+    graph = sp.sparsify(Changing(lambda x: False).eval(), POLICY, (torch.randn(2, 24, 16), calls))
+    assert calls == 0.0
+    graph.model(torch.randn(2, 24, 16), calls)
+    assert calls == 1.0
 
 
 def test_a_longer_path_is_not_taken_for_a_shorter_one():

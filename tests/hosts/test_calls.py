@@ -1,0 +1,135 @@
+"""Calls of a rewritten program: what differs from the capture is refused, never ignored."""
+
+import collections
+
+import pytest
+import torch
+from torch import nn
+
+import sparsify as sp
+from sparsify.errors import UsageError
+from tests._util.tiny_models import CACHE, build, tokens
+
+FULL = sp.Policy.moba(block_size=8, topk=10**6)
+Pair = collections.namedtuple("Pair", "x y")
+
+
+class Causal(nn.Module):
+    """Causal attention, whose forward the tests write."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.qkv = nn.Linear(16, 48)
+
+    def attend(self, x):
+        q, k, v = (t.unflatten(-1, (2, 8)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return y.transpose(1, 2).flatten(2)
+
+
+class Options(Causal):
+    def forward(self, x, double=True, scale=2.0, shifts=(1.0,), more=None):
+        y = self.attend(x)
+        y = y * 2 if double else y
+        y = y * scale if scale is not None else y
+        return y + sum(shifts) if more is None else y * 3
+
+
+class Tree(Causal):
+    def forward(self, inputs):
+        return self.attend(inputs["x"]) - inputs["y"]
+
+
+class Named(Causal):
+    def forward(self, pair):
+        return self.attend(pair.x) - pair.y
+
+
+class Mixed(Causal):
+    def forward(self, x, y, *, shift=0.0):
+        return self.attend(x) - y + shift
+
+
+X, Y = torch.randn(2, 20, 16), torch.randn(2, 20, 16)
+
+
+def rewritten(kind, *args, **kwargs):
+    model = kind().eval()
+    return model, sp.sparsify(model, FULL, args, kwargs).model
+
+
+def same(found, wanted):
+    return torch.allclose(found, wanted, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("captured", "called", "said"),
+    [
+        ({}, {"double": None}, "does not take double"),
+        ({}, {"scale": None}, "does not take scale"),
+        ({}, {"shifts": None}, "does not take shifts"),
+        ({}, {"shifts": ()}, "does not take shifts"),
+        ({}, {"more": []}, "does not take more"),
+        ({"double": True}, {"double": None}, "double is None"),
+        ({"double": True}, {"double": 1}, "double is 1"),
+        ({"scale": 2.0}, {"scale": torch.tensor(2.0)}, "scale is 'a Tensor'"),
+        ({"double": None}, {}, "double is True"),
+        ({"scale": None}, {}, "scale is 2.0"),
+    ],
+)
+def test_an_option_that_differs_from_the_capture_is_refused(captured, called, said):
+    _, graph = rewritten(Options, X, **captured)
+    with pytest.raises(UsageError, match=said):
+        graph(X, **called)
+
+
+@pytest.mark.parametrize(
+    ("captured", "called"),
+    [
+        ({}, {"double": True, "scale": 2.0, "more": None}),
+        ({"double": True, "scale": 2.0}, {}),
+        ({"double": None, "more": None}, {"double": None}),
+    ],
+)
+def test_an_option_that_is_as_captured_may_be_given_or_left_out(captured, called):
+    model, graph = rewritten(Options, X, **captured)
+    assert same(graph(X, **called), model(X, **called))
+
+
+def test_entries_of_a_dict_go_by_their_keys():
+    model, graph = rewritten(Tree, {"x": X, "y": Y})
+    assert same(graph({"y": Y, "x": X}), model({"x": X, "y": Y}))
+    for inputs in ({"x": X, "z": Y}, {"x": X}, [X, Y], {"x": X, "y": [Y]}):
+        with pytest.raises(UsageError, match=r"built otherwise|must be a tensor"):
+            graph(inputs)
+
+
+def test_a_tuple_is_not_taken_for_a_named_one():
+    model, graph = rewritten(Named, Pair(X, Y))
+    assert same(graph(Pair(y=Y, x=X)), model(Pair(X, Y)))
+    with pytest.raises(UsageError, match="built otherwise"):
+        graph((X, Y))
+
+
+def test_arguments_captured_in_both_ways_may_be_given_in_any():
+    model, graph = rewritten(Mixed, X, y=Y)
+    wanted = model(X, Y)
+    assert same(graph(X, Y), wanted) and same(graph(y=Y, x=X), wanted)
+
+
+def test_a_cache_of_another_kind_is_refused():
+    from transformers import DynamicCache, StaticCache
+
+    model = build("llama")
+    graph = sp.sparsify(model, FULL, host="graph").model
+    static = StaticCache(config=model.config, max_cache_len=32)
+    with pytest.raises(UsageError, match="built otherwise"):
+        graph(tokens(1, 4), **{CACHE: static})
+    made = [DynamicCache(), DynamicCache(config=model.config)]
+    with torch.no_grad():
+        for cache in made:
+            graph(tokens(1, 8), **{CACHE: cache})
+        step = [graph(tokens(1, 3), **{CACHE: cache}).logits for cache in made]
+        wanted = model(torch.cat([tokens(1, 8), tokens(1, 3)], 1)).logits[:, 8:]
+    assert all(torch.allclose(logits, wanted, atol=1e-3, rtol=1e-4) for logits in step)
