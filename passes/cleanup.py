@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
 
-from torch.export.graph_signature import ExportGraphSignature, TensorArgument
-from torch.fx import Graph
+from torch.export.graph_signature import ConstantArgument, ExportGraphSignature
+from torch.fx import Graph, Node
 
 __all__ = ["drop_dead", "renamed"]
 
@@ -17,11 +16,12 @@ def drop_dead(graph: Graph) -> None:
     graph.eliminate_dead_code()
 
 
-def renamed(signature: ExportGraphSignature, names: Mapping[str, str]) -> ExportGraphSignature:
-    """The signature with outputs that are results of replaced sites under their new names, which
-    `names` gives by the old ones."""
+def renamed(signature: ExportGraphSignature, graph: Graph) -> ExportGraphSignature:
+    """The signature with the names that the outputs have in the graph: results of replaced sites
+    and of inlined blocks have others than in the capture."""
     found = copy.deepcopy(signature)
-    for spec in found.output_specs:
-        if isinstance(spec.arg, TensorArgument) and spec.arg.name in names:
-            spec.arg.name = names[spec.arg.name]
+    (results,) = graph.output_node().args
+    for spec, result in zip(found.output_specs, results, strict=True):  # type: ignore[arg-type]
+        if isinstance(result, Node) and not isinstance(spec.arg, ConstantArgument):
+            spec.arg.name = result.name
     return found

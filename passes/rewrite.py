@@ -45,18 +45,16 @@ def rewrite(captured: Captured, sites: Mapping[str, AttentionSite], plan: Plan) 
     """
     calls = attention_calls(captured)
     graph, nodes = duplicate(captured.graph)
-    names: dict[str, str] = {}
     for layer in plan.rewritten:
         site = sites.get(layer.key)
         if site is None:
             raise CaptureError(f"{layer.key} is planned, but not proved in this capture.")
         call = ungrouped(calls[layer.fqn, layer.ordinal], site, captured.ranges)
         run = replacement(call, site, layer, captured.examples)
-        old, new = _replace(graph, call, run, nodes, site)
-        names[old] = new
+        _replace(graph, call, run, nodes, site)
     drop_dead(graph)
     check(graph)
-    signature = renamed(captured.program.graph_signature, names)
+    signature = renamed(captured.program.graph_signature, graph)
     return rebuilt(captured.program, graph=graph, signature=signature)
 
 
@@ -66,8 +64,8 @@ def _replace(
     run: Callable[..., Any],
     nodes: dict[Node, Node],
     site: AttentionSite,
-) -> tuple[str, str]:
-    """Put the traced function in the place of the call's result; the old and the new name."""
+) -> None:
+    """Put the traced function in the place of the call's result."""
     old = nodes[call.out.node]
     operands = [nodes[operand.node] for operand in call.operands]
     wanted = {"padding": site.mask.padding, "documents": site.mask.documents}
@@ -80,10 +78,8 @@ def _replace(
     new = _inline(graph, old, replaced, arguments, site_key(site.fqn, site.ordinal))
     _check_fits(old, new, site)
     old.replace_all_uses_with(new)
-    name = old.name
     graph.erase_node(old)
     nodes[call.out.node] = new
-    return name, new.name
 
 
 def _copy_of(nodes: Mapping[Node, Node], name: str) -> Node:

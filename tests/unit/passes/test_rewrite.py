@@ -50,6 +50,11 @@ def bare(q, k, v):
     return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
+def with_gradients(q, k, v):
+    with torch.enable_grad():
+        return bare(q, k, v) * 2
+
+
 def flattened(q, k, v):
     q, k, v = (t.flatten(0, 1) for t in (q, k, v))
     return F.scaled_dot_product_attention(q, k, v, is_causal=True) * 2
@@ -110,6 +115,7 @@ def ops(program):
     [
         (viewed, 4),
         (bare, 4),
+        (with_gradients, 4),
         (flattened, 4),
         (by_einsum, 4),
         (grouped, 2),
