@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from torch.fx import Node
 __all__ = [
     "argument",
     "aten",
+    "behind",
+    "data_sources",
     "dtype_of",
     "expression",
     "holds_data",
@@ -75,6 +78,22 @@ def is_shape_only(node: Node) -> bool:
     """Whether the operator looks at its first tensor's shape and type, not at its values."""
     name = op_name(node)
     return name.endswith("_like") or name.startswith("aten.new_") or name == "aten.sym_size"
+
+
+def data_sources(node: Node) -> list[Node]:
+    """The inputs that hold data."""
+    return [source for source in node.all_input_nodes if holds_data(source)]
+
+
+def behind(node: Node, sources: Callable[[Node], Iterable[Node]] = data_sources) -> list[Node]:
+    """The node and everything it depends on, as far as the `sources` of each lead."""
+    todo, seen, found = [node], {node}, []
+    while todo:
+        found.append(todo.pop())
+        new = [source for source in sources(found[-1]) if source not in seen]
+        seen.update(new)
+        todo += new
+    return found
 
 
 def shape_of(node: Node) -> tuple[Expr, ...]:

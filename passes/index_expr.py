@@ -17,7 +17,7 @@ from torch.fx import Node
 
 from sparsify.passes.capture import Captured
 from sparsify.passes.constants import formula_of
-from sparsify.passes.graphs import dtype_of, expression, holds_data, is_tensor, op_name, shape_of
+from sparsify.passes.graphs import behind, dtype_of, expression, is_tensor, op_name, shape_of
 from sparsify.passes.index_space import IndexSpace
 from sparsify.passes.index_values import Unreadable, Values
 from sparsify.passes.views import broadcast_index, view_source
@@ -128,8 +128,7 @@ class Evaluator:
         return value
 
     def _leaf(self, node: Node) -> Leaf:
-        below = _placeholders(node)
-        names = [n.name for n in below]
+        names = [n.name for n in behind(node) if n.op == "placeholder"]
         kind = _kind(self.captured, node)
         return Leaf(
             node=node,
@@ -145,16 +144,3 @@ def _kind(captured: Captured, node: Node) -> str:
     if node.name in captured.parameters:
         return "parameter"
     return "input" if node.name in captured.inputs else "state"
-
-
-def _placeholders(node: Node) -> list[Node]:
-    todo, out, seen = [node], [], {node}
-    while todo:
-        current = todo.pop()
-        if current.op == "placeholder":
-            out.append(current)
-        for source in current.all_input_nodes:
-            if source not in seen and holds_data(source):
-                seen.add(source)
-                todo.append(source)
-    return out

@@ -17,7 +17,7 @@ from sympy.core.function import AppliedUndef
 from torch.fx import Node
 
 from sparsify.passes.frame import Frame
-from sparsify.passes.graphs import dtype_of, holds_data, is_shape_only
+from sparsify.passes.graphs import behind, data_sources, dtype_of, is_shape_only
 from sparsify.passes.index_expr import Evaluator
 from sparsify.passes.index_values import Cases
 from sparsify.passes.mask_values import Visibility, check_fill, constants, is_visible
@@ -130,22 +130,13 @@ class _Reading:
             if function.func == self.score.func:
                 raise _modified(f"row i and key j read the score {function}")
             leaf = self.evaluator.leaves.get(function.func.__name__)
-            if leaf is not None and _depends(leaf.node, self.scores.product):
+            if leaf is not None and self.scores.product in behind(leaf.node, _values_of):
                 raise _modified(f"the scores pass through {leaf.node.name}")
 
 
-def _depends(node: Node, source: Node) -> bool:
-    todo, seen = [node], {node}
-    while todo:
-        current = todo.pop()
-        if current is source:
-            return True
-        if is_shape_only(current):
-            continue
-        new = {s for s in current.all_input_nodes if holds_data(s)} - seen
-        seen |= new
-        todo += new
-    return False
+def _values_of(node: Node) -> list[Node]:
+    """The inputs whose values count."""
+    return [] if is_shape_only(node) else data_sources(node)
 
 
 def _modified(evidence: str) -> Refused:

@@ -11,7 +11,7 @@ from collections.abc import Collection
 import torch
 from torch.fx import Node
 
-from sparsify.passes.graphs import dtype_of, is_tensor, op_name
+from sparsify.passes.graphs import behind, dtype_of, is_tensor, op_name
 from sparsify.passes.index_ops import RULES
 from sparsify.passes.views import is_view
 
@@ -21,7 +21,8 @@ __all__ = ["compared_in"]
 def compared_in(source: Node, reader: Node, types: Collection[torch.dtype]) -> bool:
     """Whether the numbers of `source`, and what is calculated from them, stay within `types` until
     they become truth values, as far as `reader` depends on them."""
-    before, todo, seen = _behind(reader), [source], {source}
+    before = set(behind(reader, lambda node: node.all_input_nodes))
+    todo, seen = [source], {source}
     while todo:
         node = todo.pop()
         for user in node.users:
@@ -34,17 +35,6 @@ def compared_in(source: Node, reader: Node, types: Collection[torch.dtype]) -> b
                 return False
             todo.append(user)
     return True
-
-
-def _behind(reader: Node) -> set[Node]:
-    """Everything that the reader depends on."""
-    todo, found = [reader], {reader}
-    while todo:
-        for source in todo.pop().all_input_nodes:
-            if source not in found:
-                found.add(source)
-                todo.append(source)
-    return found
 
 
 def _passes_on(user: Node, node: Node) -> bool:

@@ -9,7 +9,15 @@ from typing import Any
 from torch.fx import Node
 
 from sparsify.passes.dominators import VIEWS, Dataflow
-from sparsify.passes.graphs import aten, holds_data, is_shape_only, is_tensor, op_name, shape_of
+from sparsify.passes.graphs import (
+    aten,
+    behind,
+    holds_data,
+    is_shape_only,
+    is_tensor,
+    op_name,
+    shape_of,
+)
 from sparsify.passes.index_space import IndexSpace
 from sparsify.passes.matchers.call import Operand
 from sparsify.passes.matchers.products import PRODUCTS, factors_of
@@ -134,7 +142,7 @@ def _scores(softmax: Node, flow: Dataflow) -> tuple[list[Node], list[Node]]:
         elif _passes(node):
             chain.append(node)
             todo += node.all_input_nodes
-    return [n for n in chain if _leads_from(n, set(scores))], scores
+    return [n for n in chain if not set(scores).isdisjoint(behind(n, _stepped_over))], scores
 
 
 def _is_query_key(product: Node, flow: Dataflow) -> bool:
@@ -142,22 +150,14 @@ def _is_query_key(product: Node, flow: Dataflow) -> bool:
     return all(flow.inputs_of(factor) for factor in factors_of(product))
 
 
+def _stepped_over(node: Node) -> list[Node]:
+    """What a step before the softmax is made of."""
+    return node.all_input_nodes if _passes(node) else []
+
+
 def _passes(node: Node) -> bool:
     name = op_name(node)
     return name in VIEWS or name in JOINING or is_pointwise(node)
-
-
-def _leads_from(node: Node, sources: set[Node]) -> bool:
-    seen, todo = set(), [node]
-    while todo:
-        current = todo.pop()
-        if current in sources:
-            return True
-        if current in seen or not (_passes(current) or current is node):
-            continue
-        seen.add(current)
-        todo += current.all_input_nodes
-    return False
 
 
 def _reads(user: Node) -> bool:
