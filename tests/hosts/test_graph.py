@@ -11,9 +11,9 @@ from transformers import DynamicCache
 import sparsify as sp
 from sparsify.errors import CaptureError, UsageError
 from sparsify.kernels.selection import record_selection, replay_selection
+from tests._util.planned import SIZE, TOPK, relative
 from tests._util.tiny_models import CACHE, build, tokens
 
-SIZE, TOPK = 8, 2
 POLICY = sp.Policy.moba(block_size=SIZE, topk=TOPK)
 FULL = sp.Policy.moba(block_size=SIZE, topk=10**6)
 
@@ -49,10 +49,6 @@ def full():
 def hand_written(policy=POLICY, length=40):
     model = Attention().eval()
     return model, sp.sparsify(model, policy, (torch.randn(2, length, 16),)).model
-
-
-def relative(a, b):
-    return ((a - b).abs().max() / b.abs().max()).item()
 
 
 @torch.no_grad()

@@ -11,46 +11,15 @@ from sparsify.hosts import transformers as host
 from sparsify.hosts.calls import observing
 from sparsify.hosts.masks import sparsify_mask
 from sparsify.hosts.packing import documents_of
-from sparsify.plans import LayerPlan, Plan
+from tests._util.planned import each, positions, relative, rewrite
 from tests._util.tiny_models import build, tokens
 
-SIZE, TOPK = 8, 2
 ROWS = [[29, 1, 37], [13, 54]]  # beyond and below top-k blocks, at no border of a block
-
-
-def rewrite(model, method="moba", dense=(), **fields):
-    sizes = dict(block_size=SIZE, topk=TOPK) | fields
-    if method == "msa":
-        sizes["indexer"] = "proxy"
-    names = [n for n, _ in model.named_modules() if n.endswith(".self_attn")]
-    layers = [
-        LayerPlan(n, 0, "dense", "kept_dense", "by rule")
-        if i in dense
-        else LayerPlan(n, 0, method, "rewritten", "by rule", **sizes)
-        for i, n in enumerate(names)
-    ]
-    rewritten = host.copy_sharing_weights(model)
-    host.apply(rewritten, Plan(tuple(layers)))
-    return rewritten
-
-
-def positions(rows):
-    return torch.stack([torch.cat([torch.arange(n) for n in row]) for row in rows])
-
-
-def each(rows):
-    for row, lengths in enumerate(rows):
-        ends = torch.tensor(lengths).cumsum(0).tolist()
-        yield from ((row, end - n, end) for n, end in zip(lengths, ends, strict=True))
 
 
 @torch.no_grad()
 def logits(model, ids, **kwargs):
     return model(ids, use_cache=False, **kwargs).logits
-
-
-def relative(a, b):
-    return ((a - b).abs().max() / b.abs().max()).item()
 
 
 @pytest.mark.parametrize("rows", [ROWS[:1], ROWS], ids=["one_row", "two_rows"])

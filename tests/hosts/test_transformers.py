@@ -13,43 +13,16 @@ from sparsify.errors import ArtefactError, CaptureError, StrictError
 from sparsify.hosts import transformers as host
 from sparsify.hosts.calls import observing
 from sparsify.kernels.selection import record_selection, replay_selection
-from sparsify.plans import LayerPlan, Plan
+from sparsify.plans import Plan
+from tests._util.planned import SIZE, TOPK, plan_for, relative, rewrite
 from tests._util.tiny_models import CACHE, FAMILIES, build, tokens
 
-SIZE, TOPK = 8, 2
 METHODS = ("moba", "msa")
-
-
-def attention_names(model):
-    return [n for n, m in model.named_modules() if n.endswith((".self_attn", ".attn"))]
-
-
-def plan_for(model, method="moba", dense=(), **fields):
-    sizes = dict(block_size=SIZE, topk=TOPK)
-    if method == "msa":
-        sizes["indexer"] = "proxy"
-    layers = [
-        LayerPlan(n, 0, "dense", "kept_dense", "by rule")
-        if i in dense
-        else LayerPlan(n, 0, method, "rewritten", "by rule", **{**sizes, **fields})
-        for i, n in enumerate(attention_names(model))
-    ]
-    return Plan(tuple(layers))
-
-
-def rewrite(model, method="moba", dense=(), **fields):
-    rewritten = host.copy_sharing_weights(model)
-    host.apply(rewritten, plan_for(model, method, dense, **fields))
-    return rewritten
 
 
 @torch.no_grad()
 def logits(model, ids, mask=None, **kwargs):
     return model(ids, attention_mask=mask, use_cache=False, **kwargs).logits
-
-
-def relative(a, b):
-    return ((a - b).abs().max() / b.abs().max()).item()
 
 
 def left_padded(lengths, width):

@@ -9,6 +9,7 @@ from sparsify.passes.detect import detect
 from sparsify.passes.rewrite import rewrite
 from sparsify.plans import LayerPlan, Plan
 from tests._util.attention import Attention, masked, tokens
+from tests._util.planned import each, positions
 from tests._util.tiny_models import build
 from tests._util.tiny_models import tokens as token_ids
 
@@ -28,16 +29,6 @@ def numbers(rows):
     return torch.stack(
         [torch.arange(len(row)).repeat_interleave(torch.tensor(row)) for row in rows]
     )
-
-
-def positions(rows):
-    return torch.stack([torch.cat([torch.arange(n) for n in row]) for row in rows])
-
-
-def each(rows):
-    for row, lengths in enumerate(rows):
-        ends = torch.tensor(lengths).cumsum(0).tolist()
-        yield from ((row, end - n, end) for n, end in zip(lengths, ends, strict=True))
 
 
 def rewritten(model, args, method="moba", kwargs=None, **changes):
