@@ -16,9 +16,10 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 from transformers.exporters.exporter_dynamo import register_cache_pytrees_for_model
 
-from sparsify.errors import UsageError
+from sparsify.errors import CaptureError, UsageError
 from sparsify.hosts.graph_model import GraphModel
 from sparsify.passes.examples import example_inputs
+from sparsify.passes.modes import trying
 
 __all__ = ["LanguageGraphModel", "example_programs", "register_caches"]
 
@@ -28,7 +29,7 @@ NEW_TOKENS = 5  # of the example with a cache; other numbers work as well
 
 class LanguageGraphModel(GraphModel):
     """A language model of the graph host. A cache that is passed is updated in place, as the
-    original does; `use_cache=False` leaves it out of the result."""
+    original does; without one, `use_cache=False` leaves it out of the result."""
 
     def _given(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         given = super()._given(args, kwargs)
@@ -53,9 +54,9 @@ class LanguageGraphModel(GraphModel):
         name = next((name for name in CACHE_NAMES if out.get(name) is not None), None)
         if name is None:
             return out
-        if given.get("use_cache") is False:
-            return type(out)(**{key: value for key, value in out.items() if key != name})
         own = next((given[n] for n in CACHE_NAMES if given.get(n) is not None), None)
+        if own is None and given.get("use_cache") is False:
+            return type(out)(**{key: value for key, value in out.items() if key != name})
         if own is not None:
             own.__dict__.update(out[name].__dict__)
             out[name] = own
@@ -63,7 +64,7 @@ class LanguageGraphModel(GraphModel):
 
 
 def _grows(cache: Any) -> bool:
-    """Whether a cache is nothing but its keys and values; others are taken as they are."""
+    """Whether a cache is nothing but its keys and values; a sliding one counts besides."""
     return (
         type(cache) is DynamicCache
         and not getattr(cache, "offloading", False)
@@ -83,10 +84,8 @@ def example_programs(model: torch.nn.Module, *, seq_len: int | None = None) -> l
     if name is None or "use_cache" not in accepted or "decoder_input_ids" in prompt:
         return [prompt]
     prompt["use_cache"] = True
-    with torch.no_grad():
-        out = model(**prompt)
-    cache = out.get(name)
-    if not isinstance(cache, DynamicCache):
+    cache = _run(model, prompt).get(name)
+    if not _grows(cache):
         return [{**prompt, "use_cache": False}]
     ids, mask = prompt["input_ids"], prompt["attention_mask"]
     more = mask.new_ones(mask.shape[0], NEW_TOKENS)
@@ -97,6 +96,16 @@ def example_programs(model: torch.nn.Module, *, seq_len: int | None = None) -> l
         "use_cache": True,
     }
     return [prompt, step]
+
+
+def _run(model: torch.nn.Module, inputs: Mapping[str, Any]) -> Any:
+    try:
+        with trying(model):
+            return model(**inputs)
+    except Exception as error:  # the model's own code
+        lines = str(error).splitlines() or [type(error).__name__]
+        said = f"{type(model).__name__} does not run on example inputs: {lines[0].rstrip('.')}."
+        raise CaptureError(said, "The graph host needs a model with its weights.") from error
 
 
 def register_caches() -> None:

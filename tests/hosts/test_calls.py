@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import sparsify as sp
-from sparsify.errors import UsageError
+from sparsify.errors import CaptureError, UsageError
 from tests._util.tiny_models import CACHE, build, tokens
 
 FULL = sp.Policy.moba(block_size=8, topk=10**6)
@@ -60,7 +60,7 @@ def rewritten(kind, *args, **kwargs):
 
 
 def same(found, wanted):
-    return torch.allclose(found, wanted, atol=1e-5)
+    return torch.allclose(found, wanted, atol=1e-5 * wanted.abs().max().item())
 
 
 @pytest.mark.parametrize(
@@ -133,3 +133,42 @@ def test_a_cache_of_another_kind_is_refused():
         step = [graph(tokens(1, 3), **{CACHE: cache}).logits for cache in made]
         wanted = model(torch.cat([tokens(1, 8), tokens(1, 3)], 1)).logits[:, 8:]
     assert all(torch.allclose(logits, wanted, atol=1e-3, rtol=1e-4) for logits in step)
+
+
+def test_a_cache_given_with_use_cache_false_is_updated_as_by_the_original():
+    from transformers import DynamicCache
+
+    model = build("llama")
+    graph = sp.sparsify(model, FULL, host="graph").model
+    found, wanted = DynamicCache(), DynamicCache()
+    with torch.no_grad():
+        for runs, cache in ((graph, found), (model, wanted)):
+            runs(tokens(1, 8), use_cache=True, **{CACHE: cache})
+            runs(tokens(1, 3), use_cache=False, **{CACHE: cache})
+    assert found.get_seq_length() == wanted.get_seq_length() == 11
+    assert CACHE not in graph(tokens(1, 8), use_cache=False)
+
+
+@pytest.mark.parametrize("kinds", [["full"] * 3, ["sliding", "full", "full"]])
+def test_caches_with_sliding_layers_have_no_program(kinds):
+    kinds = [f"{kind}_attention" for kind in kinds]
+    model = build("qwen2", use_sliding_window=True, sliding_window=8, layer_types=kinds)
+    graph = sp.sparsify(model, FULL, host="graph").model
+    ids, more = tokens(2, 30), tokens(2, 1, seed=1)
+    with torch.no_grad():
+        wanted = model(ids, use_cache=True)
+        following = model(more, **{CACHE: wanted.get(CACHE)}).logits
+    found = graph(ids)
+    assert same(found.logits, wanted.logits)
+    if "sliding_attention" in kinds:
+        assert CACHE not in found
+        with pytest.raises(UsageError, match=f"does not take {CACHE}"):
+            graph(more, **{CACHE: wanted.get(CACHE)})
+    else:
+        assert same(graph(more, **{CACHE: found.get(CACHE)}).logits, following)
+
+
+def test_a_model_without_weights_is_refused_in_one_sentence():
+    model = build("llama").to("meta")
+    with pytest.raises(CaptureError, match="does not run on example inputs"):
+        sp.sparsify(model, FULL, host="graph")
