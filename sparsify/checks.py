@@ -15,17 +15,17 @@ from sparsify.comparing import (
     logits,
     names_of,
     plan_to_verify,
-    reloaded,
     result,
     same_bits,
-    watching,
 )
 from sparsify.equality import dense_limit, determinism, phases
+from sparsify.hosts.reload import reloaded
 from sparsify.kernels.selection import record_selection
 from sparsify.passes.modes import evaluating
 from sparsify.policy import Quality
 from sparsify.probes import batches, documents, future
 from sparsify.report import CheckResult, VerificationReport
+from sparsify.sparse_rows import watching
 from sparsify.structure import no_op, structure
 
 __all__ = ["CHECKS", "run"]
@@ -106,7 +106,7 @@ def quality_cost(c: Context) -> CheckResult:
     It fails on the quality budget of the policy, if there is one, and when nothing was measured.
     """
     runs: list[dict[str, Any]] = []
-    with watching(c) as seen:
+    with watching(c.plan) as seen:
         for number, ids in _quality_inputs(c):
             c.say(f"V6: {ids.shape[1]} tokens of sample {number}")
             runs.append(quality.measure(c.original, c.rewritten, ids, c.tokenizer))

@@ -7,25 +7,17 @@ Unqualified equality is asked for at top-k = all blocks only.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
-import io
 import math
-import subprocess
-import sys
-import tempfile
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from sparsify import settings
 from sparsify.errors import UsageError
-from sparsify.hosts.calls import SiteCall, observing
 from sparsify.plans import Plan
 from sparsify.report import CheckResult
 from sparsify.variants import all_dense, plan_of, retuned, takes
@@ -41,11 +33,9 @@ __all__ = [
     "names_of",
     "plain_and_padded",
     "plan_to_verify",
-    "reloaded",
     "result",
     "same_bits",
     "variant",
-    "watching",
 ]
 
 CHECK_TOKENS = 1024
@@ -155,59 +145,6 @@ def plan_to_verify(rewritten: torch.nn.Module) -> Plan:
     return plan
 
 
-class Seen:
-    """What ran sparse while it watched: calls and sparse rows of every planned site.
-
-    A row is sparse when its position, counted from the first real key, is at least top-k blocks
-    of the plan; it is counted once for all heads.
-    """
-
-    def __init__(self, plan: Plan) -> None:
-        self.spans = {p.key: math.prod(p.budget) for p in plan.rewritten}
-        self.calls: Counter[str] = Counter()
-        self.rows: Counter[str] = Counter()
-
-    def note(self, call: SiteCall) -> None:
-        """Observer of `sparsify.hosts.calls.observing`."""
-        key, n_T = call.plan.key, call.q.shape[2]
-        self.calls[key] += 1
-        self.rows[key] += sum(max(0, n - max(self.spans[key], n - n_T)) for n in _real_keys(call))
-
-    @property
-    def sparse_rows(self) -> int:
-        """Sparse rows of the site that had the fewest."""
-        return min(self.rows[key] for key in self.spans)
-
-    def faults(self) -> list[str]:
-        """Planned sites that ran dense, and budgets that no input was long enough for."""
-        dense = [key for key in self.spans if not self.calls[key]]
-        if dense:
-            others = f" and {len(dense) - 1} others" if len(dense) > 1 else ""
-            return [f"{dense[0]}{others} ran dense"]
-        short = sorted({span for key, span in self.spans.items() if not self.rows[key]})
-        return [f"no input was longer than top-k blocks ({span} tokens)" for span in short]
-
-
-def _real_keys(call: SiteCall) -> list[int]:
-    """Real keys of every sequence: a row of the batch, or a document packed into it."""
-    n_B, n_S = call.q.shape[0], call.k.shape[2]
-    if call.documents is None:
-        return [n_S] * n_B if call.key_mask is None else call.key_mask.sum(-1).tolist()
-    found = []
-    for row, documents in enumerate(call.documents.expand(n_B, -1)):
-        seen = documents if call.key_mask is None else documents[call.key_mask[row]]
-        found += seen.unique_consecutive(return_counts=True)[1].tolist()
-    return found
-
-
-@contextlib.contextmanager
-def watching(c: Pair) -> Iterator[Seen]:
-    """Count what runs sparse inside the `with`."""
-    seen = Seen(c.plan)
-    with observing(seen.note):
-        yield seen
-
-
 def result(
     check: str, name: str, faults: list[str], done: str, metrics: dict[str, Any]
 ) -> CheckResult:
@@ -273,30 +210,6 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
     return torch.equal(a, b) or bool(torch.all((a == b) | ((a != a) & (b != b))))
-
-
-def reloaded(
-    directory: Path, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> list[torch.Tensor] | str:
-    """Tensors that a fresh process gets from the saved folder for one call, or what went wrong."""
-    leaves = pytree.tree_leaves((args, kwargs))
-    device = next((str(x.device) for x in leaves if isinstance(x, torch.Tensor)), "cpu")
-    with tempfile.TemporaryDirectory() as folder:
-        given, answer = Path(folder) / "inputs.pt", Path(folder) / "outputs.pt"
-        data = io.BytesIO()
-        torch.save({"args": args, "kwargs": kwargs}, data)
-        try:
-            given.write_bytes(data.getbuffer())
-        except OSError as error:
-            raise UsageError(f"Cannot write to {folder}: {error.strerror}.") from error
-        command = [sys.executable, "-m", "sparsify.hosts.reload", str(directory.resolve())]
-        command += [str(given), str(answer), device, str(torch.get_num_threads())]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode != 0:
-            last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-            return f"reloading failed: {last}"
-        found: list[torch.Tensor] = torch.load(answer, weights_only=True)
-        return found
 
 
 def error(

@@ -19,11 +19,11 @@ from sparsify.comparing import (
     result,
     same_bits,
     variant,
-    watching,
 )
 from sparsify.hosts.calls import ALL_BLOCKS, SiteCall, observing, run_sparse
 from sparsify.kernels.selection import Selection, record_selection, replay_selection
 from sparsify.report import CheckResult
+from sparsify.sparse_rows import watching
 from sparsify.variants import in_float64, takes
 
 __all__ = ["dense_limit", "determinism", "phases"]
@@ -37,7 +37,7 @@ def dense_limit(c: Context) -> CheckResult:
     """V3: with top-k = all blocks the rewrite matches the original; greedy tokens are identical."""
     full = variant(c, topk=ALL_BLOCKS, min_context=0, decode="sparse")
     lengths, worst, faults = c.derived_lengths(), 0.0, []
-    with watching(c) as seen:
+    with watching(c.plan) as seen:
         for n in lengths:
             for ids, mask in plain_and_padded(c, n):
                 a, b = logits(full, ids, mask), logits(c.original, ids, mask)
@@ -65,7 +65,7 @@ def determinism(c: Context) -> CheckResult:
     calls: list[SiteCall] = []
     with observing(calls.append):
         first = logits(model, ids)
-    with watching(c) as seen:
+    with watching(c.plan) as seen:
         again = logits(model, ids)
     faults = [] if same_bits(first, again) else ["two runs on the same input differ"]
     faults += seen.faults()
@@ -100,7 +100,7 @@ def phases(c: Context) -> CheckResult:
     """
     model, n = variant(c, min_context=0), c.limit
     ids, (ends, decoded) = c.tokens(n), _steps(c, n)
-    with record_selection() as whole, watching(c) as seen:
+    with record_selection() as whole, watching(c.plan) as seen:
         wanted = logits(model, ids)
     with replay_selection(whole):
         replayed = logits_in_steps(model, ids, ends)

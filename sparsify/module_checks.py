@@ -21,15 +21,16 @@ from sparsify.comparing import (
     error,
     names_of,
     plan_to_verify,
-    reloaded,
     result,
     same_bits,
-    watching,
 )
 from sparsify.errors import UsageError
 from sparsify.hosts.calls import ALL_BLOCKS
+from sparsify.hosts.reload import reloaded
+from sparsify.hosts.trials import copies
 from sparsify.passes.modes import evaluating
 from sparsify.report import CheckResult, VerificationReport
+from sparsify.sparse_rows import watching
 from sparsify.structure import interface_faults, program_faults, site_faults, state_faults
 from sparsify.variants import retuned
 
@@ -47,7 +48,7 @@ class _Context(Pair):
     def outputs(self, model: Any) -> Tensors:
         """All tensors that the call returns."""
         assert self.inputs is not None
-        args, kwargs = pytree.tree_map(_copied, self.inputs)
+        args, kwargs = copies(self.inputs)
         leaves = pytree.tree_leaves(model(*args, **kwargs))
         return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
@@ -119,7 +120,7 @@ def no_op(c: _Context) -> CheckResult:
 def dense_limit(c: _Context) -> CheckResult:
     """V3: with top-k = all blocks the rewrite matches the original."""
     full = retuned(c.rewritten, topk=ALL_BLOCKS, min_context=0, decode="sparse")
-    with watching(c) as seen:
+    with watching(c.plan) as seen:
         found = c.outputs(full)
     faults, worst = seen.faults(), 0.0
     for n, (a, b) in enumerate(zip(found, c.outputs(c.original), strict=True)):
@@ -139,7 +140,7 @@ def dense_limit(c: _Context) -> CheckResult:
 def determinism(c: _Context) -> CheckResult:
     """V5: reruns are bit-equal."""
     model = retuned(c.rewritten, min_context=0)
-    with watching(c) as seen:
+    with watching(c.plan) as seen:
         first, again = c.outputs(model), c.outputs(model)
     same = all(same_bits(a, b) for a, b in zip(first, again, strict=True))
     faults = seen.faults() + ([] if same else ["two runs on the same input differ"])
@@ -177,10 +178,6 @@ def _exact(c: _Context, number: int) -> torch.Tensor:
     args, kwargs = pytree.tree_map(_doubled, c.inputs)
     found = [x for x in pytree.tree_leaves(twin(*args, **kwargs)) if isinstance(x, torch.Tensor)]
     return found[number]
-
-
-def _copied(leaf: Any) -> Any:
-    return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
 
 
 def _doubled(leaf: Any) -> Any:

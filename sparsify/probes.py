@@ -23,18 +23,17 @@ import torch
 
 from sparsify.comparing import (
     Context,
-    Seen,
     error,
     join,
     logits,
     result,
     same_bits,
     variant,
-    watching,
 )
 from sparsify.errors import StrictError
 from sparsify.kernels.selection import record_selection, replay_selection
 from sparsify.report import CheckResult
+from sparsify.sparse_rows import Seen, watching
 from sparsify.variants import takes
 
 __all__ = ["batches", "documents", "future"]
@@ -161,7 +160,7 @@ def documents(c: Context) -> CheckResult:
 def _run(c: Context, given: _Input, changes: list[_Change]) -> tuple[list[str], Seen]:
     """What moved that must not, and what stayed that must move; and what ran sparse."""
     model, faults = variant(c, min_context=0), []
-    with watching(c) as seen:
+    with watching(c.plan) as seen:
         before = given.logits(model, given.ids_BT)
         for change in changes:
             after = given.logits(model, change.ids_BT)

@@ -5,12 +5,12 @@ import torch
 from transformers import masking_utils as mu
 from transformers.masking_utils import and_masks, causal_mask_function, or_masks
 
-from sparsify.comparing import Seen
 from sparsify.errors import StrictError
 from sparsify.hosts import transformers as host
 from sparsify.hosts.calls import observing
 from sparsify.hosts.masks import sparsify_mask
 from sparsify.hosts.packing import documents_of
+from sparsify.sparse_rows import Seen
 from tests._util.planned import each, positions, relative, rewrite
 from tests._util.tiny_models import build, tokens
 

@@ -6,10 +6,10 @@ from torch import nn
 
 import sparsify as sp
 from sparsify import module_checks
-from sparsify.comparing import Seen
 from sparsify.hosts import graph_sites
 from sparsify.hosts.calls import observing
 from sparsify.kernels import reference
+from sparsify.sparse_rows import Seen
 
 SIZE, TOPK, LENGTH = 4, 2, 30
 DOCUMENTS = (17, 3, 10)
