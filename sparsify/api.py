@@ -10,25 +10,26 @@ from typing import Any
 import torch
 
 from sparsify import planner
-from sparsify.errors import (
-    NothingToDoError,
-    UsageError,
-)
+from sparsify.errors import NothingToDoError, UsageError
 from sparsify.hosts.graph import Proved, agreed
 from sparsify.ir import AttentionSite, Refusal, site_key
 from sparsify.passes.examples import is_transformers_model
 from sparsify.plans import Plan
 from sparsify.policy import Policy
 from sparsify.report import SparsifyReport, VerificationReport
-from sparsify.rewriting import (
-    apply_plan,
-    capture_programs,
-    chosen_host,
-    exporter_of,
-    loader_of,
-)
+from sparsify.rewriting import apply_plan, capture_programs, chosen_host, exporter_of, loader_of
 
-__all__ = ["Inspection", "Result", "export", "inspect", "load", "plan", "sparsify", "verify"]
+__all__ = [
+    "Inspection",
+    "Result",
+    "expected_layers",
+    "export",
+    "inspect",
+    "load",
+    "plan",
+    "sparsify",
+    "verify",
+]
 
 Progress = Callable[[str], None]
 A_POLICY = "a Policy (for a preset or a file: sparsify.load_policy)"
@@ -84,7 +85,11 @@ class Result:
     handle: Any
 
     def restore(self) -> torch.nn.Module:
-        """Undo an in-place rewrite and return the model."""
+        """Undo an in-place rewrite and return the model.
+
+        Raises:
+            UsageError: the rewrite was not in place.
+        """
         if self.handle is None:
             raise UsageError("The original model was not changed; there is nothing to restore.")
         self.handle.restore()
