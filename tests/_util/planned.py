@@ -1,6 +1,4 @@
-"""Plans for transformers models made by hand, without a capture, and rows of packed documents."""
-
-import torch
+"""Plans for transformers models made by hand, without a capture."""
 
 from sparsify.hosts import transformers as host
 from sparsify.plans import LayerPlan, Plan
@@ -31,15 +29,3 @@ def rewrite(model, method="moba", dense=(), **fields):
     rewritten = host.copy_sharing_weights(model)
     host.apply(rewritten, plan_for(model, method, dense, **fields))
     return rewritten
-
-
-def positions(rows):
-    """Position ids `[rows, length]` of documents of these lengths."""
-    return torch.stack([torch.cat([torch.arange(n) for n in row]) for row in rows])
-
-
-def each(rows):
-    """Row, first token and end of every document."""
-    for row, lengths in enumerate(rows):
-        ends = torch.tensor(lengths).cumsum(0).tolist()
-        yield from ((row, end - n, end) for n, end in zip(lengths, ends, strict=True))

@@ -11,7 +11,8 @@ from sparsify.hosts.calls import observing
 from sparsify.hosts.masks import sparsify_mask
 from sparsify.hosts.packing import documents_of
 from sparsify.sparse_rows import Seen
-from tests._util.planned import each, positions, relative, rewrite
+from tests._util.packed_rows import each, positions
+from tests._util.planned import relative, rewrite
 from tests._util.tiny_models import build, tokens
 
 ROWS = [[29, 1, 37], [13, 54]]  # beyond and below top-k blocks, at no border of a block

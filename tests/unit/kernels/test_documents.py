@@ -11,6 +11,7 @@ from sparsify.kernels.planned import planned_attention
 from sparsify.kernels.selection import record_selection
 from sparsify.plans import LayerPlan
 from tests._util.ops import KINDS, close, make, run
+from tests._util.packed_rows import each
 
 SIZE, TOPK = 4, 2
 # 29 tokens a row: lengths below one block, at its border, below and beyond top-k blocks, one token
@@ -38,12 +39,6 @@ def packed(kind, case, documents, key_mask=None, **options):
 
 def part(case, row, first, last):
     return {name: x[row : row + 1, :, first:last] for name, x in case.items()}
-
-
-def each(rows):
-    for row, lengths in enumerate(rows):
-        ends = torch.tensor(lengths).cumsum(0).tolist()
-        yield from ((row, end - n, end) for n, end in zip(lengths, ends, strict=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

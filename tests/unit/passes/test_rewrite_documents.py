@@ -9,7 +9,7 @@ from sparsify.passes.detect import detect
 from sparsify.passes.rewrite import rewrite
 from sparsify.plans import LayerPlan, Plan
 from tests._util.attention import Attention, masked, tokens
-from tests._util.planned import each, positions
+from tests._util.packed_rows import each, positions
 from tests._util.tiny_models import build
 from tests._util.tiny_models import tokens as token_ids
 
