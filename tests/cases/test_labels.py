@@ -3,21 +3,9 @@
 import pytest
 import torch
 
-from tests._util.cases import build, index, main_out
+from tests._util.cases import build, gap, index, main_out
 
 NAMES = sorted(index())
-
-
-def difference(got, wanted, expect):
-    a, b = got.double(), wanted.double()
-    if "real" in expect:
-        a, b = a[expect["real"]], b[expect["real"]]
-    if "rows_finite" in expect:
-        rows = slice(0, expect["rows_finite"])
-        a, b = a[..., rows, :], b[..., rows, :]
-    if not (torch.isfinite(a).all() and torch.isfinite(b).all()):
-        return float("nan")
-    return float((a - b).abs().max() / b.abs().max().clamp_min(1e-6))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -28,10 +16,10 @@ def test_the_model_is_what_its_label_says(name):
         got = main_out(case["model"](*case["args"], **case["kwargs"]), expect)
     tolerance = expect.get("tol", 2e-5)
     if case["ref"] and not expect.get("model_itself_leaks"):
-        assert difference(got, case["ref"](), expect) <= tolerance
+        assert gap(got, case["ref"](), expect) <= tolerance
     if case["naive"] is None or expect.get("differs") is None:
         return
-    naive = difference(got, case["naive"](), expect)
+    naive = gap(got, case["naive"](), expect)
     if expect["differs"]:
         assert naive > 1e-3, "taken for plain causal attention it would not differ"
     else:
