@@ -12,7 +12,8 @@ import torch
 from sparsify.errors import UsageError
 from sparsify.hosts.calls import current_observer
 from sparsify.hosts.graph_sites import WatchedSites
-from sparsify.hosts.program import Program, same_option
+from sparsify.hosts.inputs import same_option
+from sparsify.hosts.program import Program
 from sparsify.hosts.signature import Signature
 from sparsify.hosts.state import State, copied, owner_of
 from sparsify.kernels import selection

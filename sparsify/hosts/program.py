@@ -7,7 +7,6 @@ The program's state is not in here: it is looked up by name at every call, so th
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -20,11 +19,11 @@ from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
 from sparsify.errors import CaptureError, UsageError
-from sparsify.hosts.sizes import evaluate, holds
+from sparsify.hosts.inputs import Inputs
+from sparsify.hosts.sizes import evaluate
 from sparsify.passes.exported import moved
-from sparsify.passes.graphs import expression
 
-__all__ = ["Program", "same_option"]
+__all__ = ["Program"]
 
 Lookup = Callable[[str], torch.Tensor]
 _STATE = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
@@ -91,6 +90,11 @@ class Program:
         found = self.exported.graph.find_nodes(op="placeholder")
         return [n for n, kind in zip(found, kinds, strict=True) if kind == InputKind.USER_INPUT]
 
+    @cached_property
+    def _inputs(self) -> Inputs:
+        ranges = self.exported.range_constraints
+        return Inputs(self._placeholders, ranges, self.guards, self.ones)
+
     @property
     def required(self) -> frozenset[str]:
         """Arguments without which the program cannot be called."""
@@ -142,11 +146,13 @@ class Program:
         if unknown:
             raise UsageError(f"{unknown[0]} is missing; the program was captured with it.")
         leaves = self._flat(values)
-        sizes = self._sizes(leaves)
+        sizes = self._inputs.sizes(leaves)
         for place, node in enumerate(self._placeholders):
             if node.name in missing:
                 leaves[place] = self._no_padding(node, sizes)
-        self._check(leaves)
+            elif node.name in self.padding:
+                self._check_batch(node, leaves[place], sizes)
+        self._inputs.check(leaves)
         return leaves
 
     def _is_missing(self, name: str, value: Any) -> bool:
@@ -172,84 +178,10 @@ class Program:
         leaves = pytree.tree_leaves(value)
         return wanted.unflatten(leaves) if len(leaves) == wanted.num_leaves else value
 
-    def _sizes(self, leaves: list[Any]) -> dict[Any, int]:
-        """Numbers of the shape symbols, from the inputs that are there."""
-        sizes: dict[Any, int] = {}
-        for node, leaf in zip(self._placeholders, leaves, strict=True):
-            if isinstance(leaf, torch.Tensor) and isinstance(node.meta.get("val"), torch.Tensor):
-                self._note(sizes, node, leaf)
-        return sizes
-
-    def _note(self, sizes: dict[Any, int], node: Node, leaf: torch.Tensor) -> None:
-        for size, number in zip(node.meta["val"].shape, leaf.shape, strict=False):
-            symbol = expression(size)
-            if symbol.is_Symbol:
-                sizes.setdefault(symbol, int(number))
-
-    def _no_padding(self, node: Node, sizes: Mapping[Any, int]) -> torch.Tensor:
-        shape = [evaluate(size, _named(sizes)) for size in self.padding[node.name]]
+    def _no_padding(self, node: Node, sizes: Mapping[str, int]) -> torch.Tensor:
+        shape = [evaluate(size, sizes) for size in self.padding[node.name]]
         value = node.meta["val"]
         return torch.ones(shape, dtype=value.dtype, device=value.device)
-
-    def _check(self, leaves: list[Any]) -> None:
-        """Types, ranks and fixed sizes are those of the capture; equal symbols are equal sizes."""
-        sizes: dict[Any, int] = {}
-        for node, leaf in zip(self._placeholders, leaves, strict=True):
-            value = node.meta.get("val")
-            if not isinstance(value, torch.Tensor):
-                if not same_option(leaf, value):
-                    told = f"a {type(leaf).__name__}" if isinstance(leaf, torch.Tensor) else leaf
-                    raise UsageError(
-                        f"{node.name} is {told!r}; the program was captured with {value!r}."
-                    )
-                continue
-            _check_tensor(node.name, leaf, value)
-            self._note(sizes, node, leaf)
-            for dim, size in enumerate(value.shape):
-                self._check_size(node.name, dim, leaf.shape[dim], expression(size), sizes)
-        broken = next((g for g in self.guards if not holds(g, _named(sizes))), None)
-        if broken is not None:
-            raise UsageError(
-                f"The inputs do not fit each other: {self._told(broken)} does not hold."
-            )
-
-    def _check_size(
-        self, name: str, dim: int, found: int, size: Any, sizes: Mapping[Any, int]
-    ) -> None:
-        wanted = size.subs(sizes)
-        if wanted.is_Integer and int(wanted) != found:
-            reason = "" if size.is_Integer else ", as the other inputs say"
-            raise UsageError(
-                f"dim {dim} of {name} is {found}; the program was captured for {wanted}{reason}."
-            )
-        if not size.is_Symbol:
-            return
-        low, high = self._limits(size)
-        if found < low or (high is not None and found > high):
-            raise UsageError(
-                f"dim {dim} of {name} is {found}; the program holds for {low}"
-                + (" and more." if high is None else f" to {high}.")
-            )
-
-    def _limits(self, symbol: Any) -> tuple[int, int | None]:
-        """Smallest and largest size; what other sizes ask of this one stands in the guards."""
-        low = 1 if str(symbol) in self.ones else 2
-        interval = self.exported.range_constraints.get(symbol)
-        if interval is None:
-            return low, None
-        if int(interval.lower) > 2 and not any(str(symbol) in guard for guard in self.guards):
-            low = int(interval.lower)
-        return low, int(interval.upper) if interval.upper.is_Integer else None
-
-    def _told(self, guard: str) -> str:
-        """A guard with sizes under the names that the caller knows."""
-        for node in self._placeholders:
-            value = node.meta.get("val")
-            for dim, size in enumerate(value.shape if isinstance(value, torch.Tensor) else ()):
-                symbol = expression(size)
-                if symbol.is_Symbol:
-                    guard = re.sub(rf"\b{symbol}\b", f"{node.name}.shape[{dim}]", guard)
-        return guard
 
     def _outputs(self, out: Any, leaves: list[Any], state: Lookup) -> Any:
         """Write back what the program changes, and give the results the form of the model's."""
@@ -265,23 +197,3 @@ class Program:
             else:
                 raise CaptureError(f"The program has outputs of the kind {spec.kind.name}.")
         return pytree.tree_unflatten(results, self.exported.call_spec.out_spec)
-
-
-def same_option(value: Any, captured: Any) -> bool:
-    """Whether a value that is no tensor is the one that the program was captured with."""
-    return type(value) is type(captured) and bool(value == captured)
-
-
-def _named(sizes: Mapping[Any, int]) -> dict[str, int]:
-    return {str(symbol): number for symbol, number in sizes.items()}
-
-
-def _check_tensor(name: str, leaf: Any, value: torch.Tensor) -> None:
-    if not isinstance(leaf, torch.Tensor):
-        raise UsageError(f"{name} is a {type(leaf).__name__}; it must be a tensor.")
-    if leaf.dtype != value.dtype:
-        raise UsageError(f"{name} is {leaf.dtype}; the program was captured with {value.dtype}.")
-    if leaf.dim() != value.dim():
-        raise UsageError(
-            f"{name} has {leaf.dim()} axes; the program was captured with {value.dim()}."
-        )

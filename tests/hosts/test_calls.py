@@ -73,7 +73,7 @@ def same(found, wanted):
         ({}, {"more": []}, "does not take more"),
         ({"double": True}, {"double": None}, "double is None"),
         ({"double": True}, {"double": 1}, "double is 1"),
-        ({"scale": 2.0}, {"scale": torch.tensor(2.0)}, "scale is 'a Tensor'"),
+        ({"scale": 2.0}, {"scale": torch.tensor(2.0)}, "scale is a Tensor;"),
         ({"double": None}, {}, "double is True"),
         ({"scale": None}, {}, "scale is 2.0"),
     ],

@@ -196,3 +196,24 @@ def test_texts_about_sizes_are_evaluated(text, value):
 def test_anything_but_arithmetic_on_known_sizes_is_refused(text):
     with pytest.raises(Unknown):
         evaluate(text, {"s0": 6})
+
+
+class TwiceAsLong(nn.Module):
+    """Attention over tokens of which the second input has half as many, twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = Branching(lambda x: False)
+
+    def forward(self, x, y):
+        return self.inner(x + torch.cat([y, y], 1))
+
+
+def test_a_size_told_by_a_later_input_is_checked_in_the_earlier_one():
+    model = TwiceAsLong().eval()
+    inputs = torch.randn(2, 24, 16), torch.randn(2, 12, 16)
+    graph = sp.sparsify(model, sp.Policy.moba(block_size=4, topk=99), inputs).model
+    x, y = torch.randn(2, 20, 16), torch.randn(2, 10, 16)
+    assert torch.allclose(graph(x, y), model(x, y), atol=1e-5)
+    with pytest.raises(UsageError, match="dim 1 of x is 22; the program was captured for 20, as"):
+        graph(torch.randn(2, 22, 16), y)
