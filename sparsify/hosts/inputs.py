@@ -93,9 +93,15 @@ class Inputs:
         interval = self.ranges.get(symbol)
         if interval is None:
             return low, None
-        if int(interval.lower) > 2 and not any(str(symbol) in guard for guard in self.guards):
+        if int(interval.lower) > 2 and not self._is_related(symbol):
             low = int(interval.lower)
         return low, int(interval.upper) if interval.upper.is_Integer else None
+
+    def _is_related(self, symbol: Any) -> bool:
+        """Whether a guard holds the size against another one."""
+        known = {str(other) for other in self.ranges}
+        found = [known & set(re.findall(r"\w+", guard)) for guard in self.guards]
+        return any(str(symbol) in names and len(names) > 1 for names in found)
 
     def _told(self, guard: str) -> str:
         """A guard with sizes under the names that the caller knows."""

@@ -150,9 +150,10 @@ class Program:
         for place, node in enumerate(self._placeholders):
             if node.name in missing:
                 leaves[place] = self._no_padding(node, sizes)
-            elif node.name in self.padding:
-                self._check_batch(node, leaves[place], sizes)
         self._inputs.check(leaves)
+        for node, leaf in zip(self._placeholders, leaves, strict=True):
+            if node.name in self.padding:
+                _check_rows(node.name, leaf, evaluate(self.padding[node.name][0], sizes))
         return leaves
 
     def _is_missing(self, name: str, value: Any) -> bool:
@@ -197,3 +198,9 @@ class Program:
             else:
                 raise CaptureError(f"The program has outputs of the kind {spec.kind.name}.")
         return pytree.tree_unflatten(results, self.exported.call_spec.out_spec)
+
+
+def _check_rows(name: str, mask: torch.Tensor, rows: int) -> None:
+    """A padding mask of one row is not taken for all rows."""
+    if mask.shape[0] != rows:
+        raise UsageError(f"{name} has {mask.shape[0]} rows; the other inputs have {rows}.")

@@ -172,3 +172,30 @@ def test_a_model_without_weights_is_refused_in_one_sentence():
     model = build("llama").to("meta")
     with pytest.raises(CaptureError, match="does not run on example inputs"):
         sp.sparsify(model, FULL, host="graph")
+
+
+def test_a_padding_mask_has_a_row_for_every_sequence():
+    model = build("llama")
+    graph = sp.sparsify(model, FULL, host="graph").model
+    ids, mask = tokens(2, 12), torch.ones(2, 12, dtype=torch.long)
+    with torch.no_grad():
+        assert same(graph(ids, attention_mask=mask).logits, model(ids).logits)
+    with pytest.raises(UsageError, match="attention_mask has 1 rows; the other inputs have 2"):
+        graph(ids, attention_mask=mask[:1])
+
+
+class Short(Causal):
+    def forward(self, x):
+        y = self.attend(x)
+        y = y * 3 if x.shape[1] < 8 else y
+        return y + 1 if x.shape[1] <= 40 else y
+
+
+@pytest.mark.parametrize("least", [2, 8])
+def test_the_smallest_size_that_the_caller_names_is_held_to(least):
+    auto = torch.export.Dim.AUTO
+    model = Short().eval()
+    graph = sp.sparsify(model, FULL, (X,), dynamic=({0: auto, 1: auto(min=least)},)).model
+    assert same(graph(X[:, :8]), model(X[:, :8]))
+    with pytest.raises(UsageError, match="dim 1 of x is 7; the program holds for 8 to 40"):
+        graph(X[:, :7])
