@@ -24,7 +24,9 @@ from sparsify.hosts.archive_entries import check_entries
 from sparsify.hosts.graph_model import GraphModel
 from sparsify.hosts.program import Program
 from sparsify.hosts.signature import Signature
+from sparsify.hosts.sizes import holds
 from sparsify.hosts.state import State, state_of, with_state
+from sparsify.passes.retune import follows
 from sparsify.plans import Plan
 
 __all__ = ["ARCHIVES", "from_bytes", "load", "save", "to_bytes"]
@@ -108,13 +110,17 @@ def _stand_ins(state: State) -> State:
 
 def _model(archives: Sequence[tuple[bytes, str]], plan: Plan, config: Any) -> GraphModel:
     read = [_read(data, name) for data, name in archives]
-    document = read[0][1]
-    programs = [Program.from_document(exported, call) for exported, call in read]
-    signature = Signature(tuple((n, k, d) for n, k, d in document["signature"]))
-    state = state_of([exported for exported, _ in read])
-    for names in document["tied"]:
-        state.parameters.update(dict.fromkeys(names, state.parameters[names[0]]))
-    return _class(document, archives[0][1])(programs, plan, signature, state, config)
+    for (program, _), (_, name) in zip(read, archives, strict=True):
+        if not follows(program.exported, plan):
+            raise ArtefactError(f"{name} was not rewritten by this plan: other sites or sizes.")
+    document, name = read[0][1], archives[0][1]
+    state = state_of([program.exported for program, _ in read])
+    with _readable(name):
+        signature = Signature(tuple((n, k, d) for n, k, d in document["signature"]))
+        signature.spelt  # noqa: B018 - its kinds are known
+        for names in document["tied"]:
+            state.parameters.update(dict.fromkeys(names, state.parameters[names[0]]))
+    return _class(document, name)([program for program, _ in read], plan, signature, state, config)
 
 
 def _class(call: dict[str, Any], name: str) -> type[GraphModel]:
@@ -133,14 +139,25 @@ def _class(call: dict[str, Any], name: str) -> type[GraphModel]:
     return LanguageGraphModel
 
 
-def _read(data: bytes, name: str) -> tuple[torch.export.ExportedProgram, dict[str, Any]]:
-    try:
+def _read(data: bytes, name: str) -> tuple[Program, dict[str, Any]]:
+    with _readable(name):
         call = _call(data)
         _check_schema(call, name)
         check_entries(data, name)
         _class(call, name)
         with _quiet():
-            return torch.export.load(io.BytesIO(data)), call
+            exported = torch.export.load(io.BytesIO(data))
+        program = Program.from_document(exported, call)
+        for guard in program.guards:
+            holds(guard, {str(symbol): 2 for symbol in exported.range_constraints})
+        return program, call
+
+
+@contextlib.contextmanager
+def _readable(name: str) -> Iterator[None]:
+    """Whatever goes wrong within it is a fault of the archive."""
+    try:
+        yield
     except SparsifyError:
         raise
     except Exception as error:  # torch raises whatever its readers raise
@@ -149,14 +166,18 @@ def _read(data: bytes, name: str) -> tuple[torch.export.ExportedProgram, dict[st
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without torch's remarks on sizes that the graph does not use."""
-    logger = logging.getLogger("torch._export.serde.serialize")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
+    """Without torch's remarks on unused sizes, and without its tracebacks."""
+    loggers = [
+        logging.getLogger(name) for name in ("torch._export.serde.serialize", "torch.export")
+    ]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
     try:
         yield
     finally:
-        logger.setLevel(level)
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
 
 
 def _call(data: bytes) -> dict[str, Any]:

@@ -228,3 +228,47 @@ def test_an_unknown_class_of_model_is_refused(saved, tmp_path):
     rewritten_archive(folder, lambda _, content: content.replace(b"LanguageGraphModel", b"Other"))
     with pytest.raises(ArtefactError, match="unknown class 'Other'"):
         sp.load(folder)
+
+
+def other_call(folder, **changes):
+    """The first archive called otherwise: its document changed, under a manifest that names it."""
+
+    def change(name, content):
+        if not name.endswith("/sparsify.json"):
+            return content
+        return json.dumps({**json.loads(content), **changes})
+
+    rewritten_archive(folder, change)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"tied": None},
+        {"tied": [["no.such", "model.embed_tokens.weight"]]},
+        {"guards": None},
+        {"guards": ["import os"]},
+        {"signature": [["input_ids"]]},
+        {"signature": [["input_ids", "NO_KIND", []]]},
+        {"schema": "1"},
+    ],
+)
+def test_an_archive_with_a_damaged_call_is_refused_in_one_sentence(saved, tmp_path, changes):
+    folder = copied(saved[2], tmp_path / "out")
+    other_call(folder, **changes)
+    with pytest.raises(ArtefactError, match=r"model.pt2 cannot be read"):
+        sp.load(folder)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [sp.Policy.moba(block_size=16, topk=2), sp.Policy.msa(block_size=8, topk=2)],
+)
+def test_programs_of_another_plan_are_refused(saved, tmp_path, policy):
+    folder = copied(saved[2], tmp_path / "out")
+    sp.load(folder)
+    other = sp.sparsify(build("llama", tie_word_embeddings=True), policy, host="graph")
+    (folder / "plan.json").write_text(json.dumps(other.plan.to_json()))
+    write_manifest(folder, {"kind": "pt2"})
+    with pytest.raises(ArtefactError, match="was not rewritten by this plan"):
+        sp.load(folder)
