@@ -20,16 +20,12 @@ from pathlib import Path
 from typing import Any
 
 from sparsify.errors import UsageError
-from sparsify.manifests import MANIFEST, check_manifest, write_manifest
 
 __all__ = [
-    "MANIFEST",
-    "check_manifest",
     "check_target",
     "check_utf8",
     "output_directory",
     "output_file",
-    "write_manifest",
     "write_text",
 ]
 

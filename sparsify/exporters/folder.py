@@ -9,7 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from sparsify.files import check_utf8, output_directory, write_manifest
+from sparsify.files import check_utf8, output_directory
+from sparsify.manifests import write_manifest
 from sparsify.plans import Plan
 from sparsify.report import SparsifyReport
 

@@ -60,6 +60,9 @@ class Attention(torch.nn.Module):
 
 def attention(): return Attention(True), (torch.randn(2, 12, 16),)
 def bidirectional(): return Attention(False), (torch.randn(2, 12, 16),)
+def seeded():
+    torch.manual_seed(0)
+    return Attention(True), (torch.randn(2, 40, 16),)
 def without_inputs(): return Attention(True)
 def none(): return torch.nn.Linear(4, 4), (torch.randn(2, 4),)
 """

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from sparsify.errors import SparsifyError, UsageError
-from sparsify.files import check_manifest, write_manifest
+from sparsify.manifests import check_manifest, write_manifest
 from sparsify.plans import Plan
 from sparsify.sources import load_model
 from tests._util.commands import fork_cli

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import sparsify
-from sparsify.files import check_manifest
+from sparsify.manifests import check_manifest
 from sparsify.plans import Plan
 from sparsify.policy import Policy, dump_policy
 from sparsify.report import SparsifyReport
@@ -44,7 +44,7 @@ def test_the_table_and_the_way_it_differs(cli, llama, tmp_path):
     assert "model.layers.{0..1}.self_attn" in out and "moba block 8 top-k 2" in out
     assert "dense by rule '-1:'" in out and "4,096" in out
     assert out.rstrip().endswith(f"written to {tmp_path / 'out'}")
-    assert "writing weights" in err and names(tmp_path) == ["out"]
+    assert "writing the model" in err and names(tmp_path) == ["out"]
     dense = sparsify_free(llama)
     with torch.no_grad():
         a, b = sparsify.load(tmp_path / "out")(ids()).logits, dense(ids()).logits
@@ -141,9 +141,23 @@ def test_nothing_rewritten(cli, llama, bert, factories, tmp_path):
         assert not (tmp_path / "out").exists()
 
 
-def test_other_models_wait_for_the_graph_host(cli, factories, tmp_path):
-    code, _, err = cli("rewrite", "cli_models:attention", *MOBA, "-o", tmp_path / "out")
-    assert code == 5 and "graph host" in err and not (tmp_path / "out").exists()
+def test_other_models_become_exported_programs(cli, factories, tmp_path):
+    code, out, err = cli("rewrite", "cli_models:seeded", *MOBA, "-o", tmp_path / "out")
+    assert code == 0 and "1 attention site, 1 rewritten" in out, err
+    assert names(tmp_path / "out") == ["manifest.json", "model.pt2", "plan.json", "report.json"]
+    code, out, err = cli("verify", tmp_path / "out", "--against", "cli_models:seeded")
+    assert code == 0 and all(check in out for check in ("V1", "V2", "V3", "V5", "V7")), err
+    code, out, _ = cli("verify", tmp_path / "out", "--against", "cli_models:attention")
+    assert code == 4 and "weights changed" in out
+
+
+def test_other_models_are_no_transformers_models_and_need_inputs(cli, factories, tmp_path):
+    for words, said in (
+        (("cli_models:seeded", "--host", "transformers"), (5, "is not a transformers model")),
+        (("cli_models:without_inputs",), (2, "needs example inputs")),
+    ):
+        code, _, err = cli("rewrite", *words, *MOBA, "-o", tmp_path / "out")
+        assert code == said[0] and said[1] in err and not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 
 from sparsify import checks
 from sparsify.cli import stopping
-from sparsify.files import check_manifest
+from sparsify.manifests import check_manifest
 from sparsify.plans import Plan
 from tests._util.tiny_folders import save_llama
 from tests.cli.conftest import MOBA

@@ -9,8 +9,7 @@ import pytest
 
 from sparsify import manifests
 from sparsify.errors import ArtefactError
-from sparsify.files import MANIFEST, check_manifest, write_manifest
-from sparsify.manifests import intact
+from sparsify.manifests import MANIFEST, check_manifest, intact, write_manifest
 
 
 @pytest.fixture
