@@ -13,7 +13,7 @@ import sympy
 from sympy.core.function import AppliedUndef
 from sympy.core.relational import Relational
 
-from sparsify.ir import MaskKind, MaskProof
+from sparsify.ir import NO_NEGATIVE_NUMBER, ONLY_0_AND_1, MaskKind, MaskProof
 from sparsify.passes.capture import Captured
 from sparsify.passes.context import Context
 from sparsify.passes.frame import Frame
@@ -170,7 +170,7 @@ class _Proof:
             numbered = documents is not None and documents.table.name == name
             if numbered and not _is_sign_only(formula, pad):
                 raise Refused("PADDING_UNPROVED", f"{name} hides more than number 0", evidence)
-            values = "no negative number" if numbered else "only 0 and 1"
+            values = NO_NEGATIVE_NUMBER if numbered else ONLY_0_AND_1
             assumptions = (*assumptions, f"{name} holds {values}")
         proof = _aligned(
             self.captured,

@@ -15,6 +15,7 @@ import sympy
 import torch
 from sympy.core.function import AppliedUndef
 
+from sparsify.ir import ONLY_0_AND_1
 from sparsify.passes.index_expr import Evaluator, Leaf
 from sparsify.passes.index_values import Cases
 from sparsify.passes.refused import Refused
@@ -67,7 +68,7 @@ def constants(
     if len(functions) != 1 or not _is_flag(leaves[0]):
         raise _no_mask(number, leaves, head)
     function = functions.pop()
-    assumptions.append(f"{leaves[0].node.name} holds only 0 and 1")
+    assumptions.append(f"{leaves[0].node.name} holds {ONLY_0_AND_1}")
     kept = evaluator.values.compare("ne", function, sympy.Integer(0))
     out = []
     for flag, condition in ((1, kept), (0, sympy.Not(kept))):

@@ -11,6 +11,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 __all__ = [
+    "NO_NEGATIVE_NUMBER",
+    "ONLY_0_AND_1",
     "REFUSAL_CODES",
     "AttentionSite",
     "HeadLayout",
@@ -85,6 +87,11 @@ class HeadLayout:
         return self.q_heads // self.kv_heads
 
 
+# What may have to be assumed of the numbers of a padding input.
+ONLY_0_AND_1 = "only 0 and 1"
+NO_NEGATIVE_NUMBER = "no negative number"
+
+
 @dataclass(frozen=True, slots=True)
 class MaskProof:
     """What was proved of a mask.
@@ -104,6 +111,12 @@ class MaskProof:
     assumptions: tuple[str, ...] = ()
     evidence: str = ""
     documents: str | None = None
+
+    @property
+    def padding_values(self) -> str | None:
+        """What the padding input is assumed to hold; None where any number will do."""
+        values = (ONLY_0_AND_1, NO_NEGATIVE_NUMBER)
+        return next((v for v in values if f"{self.padding} holds {v}" in self.assumptions), None)
 
 
 @dataclass(frozen=True, slots=True)

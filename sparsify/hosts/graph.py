@@ -8,7 +8,7 @@ no training mode: train the original, or rewrite it on another host.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from sparsify.passes.capture import Captured, capture
 from sparsify.passes.detect import Detection, attention_calls, detect
 from sparsify.passes.modes import trying
 from sparsify.passes.rewrite import rewrite
+from sparsify.passes.separate import equal_lengths
 from sparsify.plans import Plan
 
 __all__ = ["Proved", "agreed", "build", "proved", "run_examples"]
@@ -126,10 +127,24 @@ def _program(model: torch.nn.Module, proved: Proved, plan: Plan, signature: Sign
     given = signature.named(proved.args, proved.kwargs)
     names = tuple(name for name in given if name not in proved.kwargs), tuple(proved.kwargs)
     program = Program(rewrite(captured, sites, plan), *names, _padding_sizes(proved))
-    program = dataclasses.replace(program, guards=guards_of(captured))
+    values = {
+        str(site.mask.padding): site.mask.padding_values
+        for site in (sites[layer.key] for layer in plan.rewritten)
+        if site.mask.padding_values is not None
+    }
+    guards = (*guards_of(captured), *_equal_lengths(captured, plan))
+    program = dataclasses.replace(program, guards=guards, values=values)
     if any(tensor.is_meta for tensor in model.parameters()):
         return program
     return _tried(model, proved, program)
+
+
+def _equal_lengths(captured: Captured, plan: Plan) -> Iterator[str]:
+    """That queries and keys are equally many where the proof assumes it, and keys and values."""
+    calls = attention_calls(captured)
+    for call in (calls[layer.fqn, layer.ordinal] for layer in plan.rewritten):
+        pairs = [*equal_lengths(captured, call).items(), (call.kv_len, call.v.shape[-2])]
+        yield from (f"Eq({a}, {b})" for a, b in pairs if a != b)
 
 
 def _tried(model: torch.nn.Module, proved: Proved, program: Program) -> Program:

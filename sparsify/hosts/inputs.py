@@ -12,9 +12,10 @@ from torch.fx import Node
 
 from sparsify.errors import UsageError
 from sparsify.hosts.sizes import holds
+from sparsify.ir import ONLY_0_AND_1
 from sparsify.passes.graphs import expression
 
-__all__ = ["Inputs", "same_option"]
+__all__ = ["Inputs", "check_values", "same_option"]
 
 
 @dataclass(frozen=True)
@@ -117,6 +118,19 @@ class Inputs:
 def same_option(value: Any, captured: Any) -> bool:
     """Whether a value that is no tensor is the one that the program was captured with."""
     return type(value) is type(captured) and bool(value == captured)
+
+
+def check_values(name: str, padding: torch.Tensor, values: str) -> None:
+    """A padding input holds the numbers that its proof assumes.
+
+    Raises:
+        UsageError: it holds others, which the model would read otherwise.
+    """
+    real = padding >= 0
+    if values == ONLY_0_AND_1:
+        real = (padding == 0) | (padding == 1)
+    if padding.dtype != torch.bool and not bool(real.all()):
+        raise UsageError(f"{name} must hold {values}.")
 
 
 def _by_name(sizes: Mapping[Any, int]) -> dict[str, int]:

@@ -19,7 +19,7 @@ from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
 from sparsify.errors import CaptureError, UsageError
-from sparsify.hosts.inputs import Inputs
+from sparsify.hosts.inputs import Inputs, check_values
 from sparsify.hosts.sizes import evaluate
 from sparsify.passes.exported import moved
 
@@ -37,6 +37,7 @@ class Program:
     a padding input to its two sizes (batch, keys) as expressions over the sizes of the other
     inputs: when the caller leaves it out, no key is hidden. `guards` are conditions on the sizes
     under which the program holds; of the sizes that it leaves open, those named in `ones` may be 1.
+    `values` says what an input may hold (see `sparsify.ir.MaskProof.padding_values`).
     """
 
     exported: ExportedProgram
@@ -45,6 +46,7 @@ class Program:
     padding: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     guards: tuple[str, ...] = ()
     ones: frozenset[str] = frozenset()
+    values: Mapping[str, str] = field(default_factory=dict)
 
     def call_document(self) -> dict[str, Any]:
         """How the program is called, as JSON."""
@@ -54,6 +56,7 @@ class Program:
             "padding": {name: list(sizes) for name, sizes in self.padding.items()},
             "guards": list(self.guards),
             "ones": sorted(self.ones),
+            "values": dict(self.values),
         }
 
     @classmethod
@@ -61,7 +64,8 @@ class Program:
         """Inverse of `call_document`."""
         padding = {name: (sizes[0], sizes[1]) for name, sizes in call["padding"].items()}
         names = tuple(call["args"]), tuple(call["kwargs"])
-        return cls(exported, *names, padding, tuple(call["guards"]), frozenset(call["ones"]))
+        guards, ones = tuple(call["guards"]), frozenset(call["ones"])
+        return cls(exported, *names, padding, guards, ones, dict(call["values"]))
 
     @cached_property
     def module(self) -> GraphModule:
@@ -154,6 +158,8 @@ class Program:
         for node, leaf in zip(self._placeholders, leaves, strict=True):
             if node.name in self.padding:
                 _check_rows(node.name, leaf, evaluate(self.padding[node.name][0], sizes))
+            if node.name in self.values:
+                check_values(node.name, leaf, self.values[node.name])
         return leaves
 
     def _is_missing(self, name: str, value: Any) -> bool:

@@ -217,3 +217,48 @@ def test_a_size_told_by_a_later_input_is_checked_in_the_earlier_one():
     assert torch.allclose(graph(x, y), model(x, y), atol=1e-5)
     with pytest.raises(UsageError, match="dim 1 of x is 22; the program was captured for 20, as"):
         graph(torch.randn(2, 22, 16), y)
+
+
+class Separate(nn.Module):
+    """Attention over queries, keys and values that are given apart."""
+
+    def forward(self, q, k, v):
+        q, k, v = (t.unflatten(-1, (2, 8)).transpose(1, 2) for t in (q, k, v))
+        return nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def test_queries_and_keys_that_are_assumed_equally_many_have_to_be():
+    model, policy = Separate().eval(), sp.Policy.moba(block_size=4, topk=99)
+    graph = sp.sparsify(model, policy, tuple(torch.randn(3, 2, 12, 16))).model
+    same_length = torch.randn(3, 2, 9, 16)
+    assert torch.allclose(graph(*same_length), model(*same_length), atol=1e-5)
+    short, long = torch.randn(2, 5, 16), torch.randn(2, 7, 16)
+    for inputs in ((short, long, long), (long, short, short), (short, short, long)):
+        with pytest.raises(UsageError, match="do not fit each other"):
+            graph(*inputs)
+
+
+@pytest.mark.parametrize(
+    ("hides", "wrong"),
+    [
+        (lambda mask: mask > 0.5, torch.full((2, 24), 0.3)),
+        (lambda mask: mask > 0, torch.full((2, 24), -1.0)),
+        (lambda mask: mask == 1, torch.full((2, 24), 2.0)),
+        (lambda mask: mask != 0, None),
+    ],
+)
+def test_a_padding_mask_holds_the_numbers_that_its_proof_assumes(hides, wrong):
+    class Padded(Masked):
+        def forward(self, x, mask):
+            return super().forward(x, hides(mask)) * hides(mask)[..., None]
+
+    model, x = Padded(True).eval(), torch.randn(2, 24, 16)
+    mask = torch.ones(2, 24)
+    mask[0, 20:] = 0.0
+    graph = sp.sparsify(model, sp.Policy.moba(block_size=4, topk=99), (x, mask)).model
+    assert torch.allclose(graph(x, mask), model(x, mask), atol=1e-5)
+    if wrong is None:
+        assert torch.allclose(graph(x, -0.3 * mask), model(x, -0.3 * mask), atol=1e-5)
+    else:
+        with pytest.raises(UsageError, match="mask must hold only 0 and 1"):
+            graph(x, wrong)
