@@ -179,6 +179,26 @@ def test_a_plan_for_a_site_that_is_not_proved_is_refused():
         rewrite(captured, {}, plan_of(found))
 
 
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda out: out.double(), "another shape or type"),
+        (lambda out: out[:, :2], "another shape or type"),
+        (lambda out: out.contiguous(), "lies in memory as"),
+        (lambda out: out, None),
+    ],
+)
+def test_a_replacement_that_does_not_fit_is_refused(change, said, monkeypatch):
+    # laid out as the queries are, [B, L, H, D] in memory, like the operator's own result
+    monkeypatch.setattr("sparsify.passes.rewrite.replacement", lambda *_: lambda q, k, v: change(q))
+    model, x = Model(viewed).eval(), torch.randn(2, 12, 32)
+    if said is None:
+        programs(model, x)
+        return
+    with pytest.raises(CaptureError, match=said):
+        programs(model, x)
+
+
 def test_other_sizes_go_into_the_ops_of_their_sites():
     x = torch.randn(2, 24, 32)
     _, program = programs(Model(viewed).eval(), x, topk=1)
