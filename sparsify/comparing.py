@@ -148,6 +148,7 @@ def plan_to_verify(rewritten: torch.nn.Module) -> Plan:
 def result(
     check: str, name: str, faults: list[str], done: str, metrics: dict[str, Any]
 ) -> CheckResult:
+    """What a check found: failed with its first faults, or passed with what was `done`."""
     if faults:
         return CheckResult(check, name, "failed", "; ".join(faults[:3]), metrics)
     return CheckResult(check, name, "passed", done, metrics)
@@ -226,5 +227,6 @@ def error(
 
 
 def join(items: list[Any]) -> str:
+    """Items in words: "1, 2 and 3"."""
     words = [str(item) for item in items]
     return words[0] if len(words) == 1 else ", ".join(words[:-1]) + " and " + words[-1]

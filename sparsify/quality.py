@@ -30,6 +30,7 @@ __all__ = [
     "measure",
     "measure_recall",
     "probe_retrieval",
+    "select",
 ]
 
 TAIL_TOKENS = 512
