@@ -28,7 +28,7 @@ from sparsify.errors import UsageError
 from sparsify.hosts.calls import ALL_BLOCKS
 from sparsify.hosts.reload import reloaded
 from sparsify.hosts.trials import copies
-from sparsify.passes.modes import evaluating
+from sparsify.passes.modes import evaluating, trying
 from sparsify.report import CheckResult, VerificationReport
 from sparsify.sparse_rows import watching
 from sparsify.structure import interface_faults, program_faults, site_faults, state_faults
@@ -46,11 +46,12 @@ class _Context(Pair):
     directory: Path | None
 
     def outputs(self, model: Any) -> Tensors:
-        """All tensors that the call returns."""
+        """All tensors that the call returns; every call finds the buffers as the first one did."""
         assert self.inputs is not None
         args, kwargs = copies(self.inputs)
-        leaves = pytree.tree_leaves(model(*args, **kwargs))
-        return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        with trying(model):
+            leaves = pytree.tree_leaves(model(*args, **kwargs))
+            return [leaf.clone() for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
 def run(

@@ -63,6 +63,26 @@ def test_a_right_rewrite_passes_every_check(tmp_path, packed, min_context):
     )
 
 
+class Counting(Attention):
+    """Attention whose result grows with the number of calls, which a buffer counts."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls.add_(1.0)
+        return super().forward(x) * self.calls, self.calls
+
+
+def test_every_run_of_a_check_finds_the_buffers_as_the_first_one_did(tmp_path):
+    model = Counting().eval()
+    result = sp.sparsify(model, sp.Policy.moba(block_size=SIZE, topk=TOPK), inputs())
+    found = run(model, result, directory=sp.export(result, tmp_path / "out"))
+    assert {check.status for check in found.values()} == {"passed"}
+    assert model.calls == 0.0
+
+
 def test_structure_fails_when_a_weight_changed():
     model, result = rewritten()
     result.model.qkv.weight = nn.Parameter(result.model.qkv.weight + 1e-3)
