@@ -26,18 +26,24 @@ def evaluating(model: torch.nn.Module) -> Iterator[None]:
 @contextlib.contextmanager
 def trying(model: torch.nn.Module) -> Iterator[None]:
     """Within it the model runs in eval mode and without gradients; afterwards its buffers are the
-    same tensors and hold what they held before, whatever its forward counts in them."""
+    same tensors and hold what they held before, whatever its forward counts in them, and its
+    modules have the attributes that they had."""
     kept = [
         (module, name, buffer, buffer.detach().clone())
         for module in model.modules()
         for name, buffer in module._buffers.items()
         if buffer is not None
     ]
+    attributes = [(module.__dict__, dict(module.__dict__)) for module in model.modules()]
     with torch.no_grad():
         try:
             with evaluating(model):
                 yield
         finally:
+            for now, before in attributes:
+                now.update(before)
+                for name in now.keys() - before.keys():
+                    del now[name]
             for module, name, buffer, value in kept:
                 module._buffers[name] = buffer
                 if not torch.equal(buffer, value):

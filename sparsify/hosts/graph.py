@@ -158,27 +158,39 @@ def _tried(model: torch.nn.Module, proved: Proved, program: Program) -> Program:
     state = {**captured.program.state_dict, **captured.program.constants}
     unchanged = Program(captured.program, (), ())
 
-    def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with trying(model):
-            return unchanged.run_flat(pytree.tree_leaves((args, kwargs)), state.__getitem__)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return unchanged.run_flat(pytree.tree_leaves((args, kwargs)), state.__getitem__)
 
-    def original(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with trying(model):
-            return model(*args, **kwargs)
-
-    again = 2  # what the forward counts in Python shows in the second call
-    if not all(agree(original, run, inputs) for _ in range(again)):
+    # what the forward counts in Python shows in the second call
+    if not agree(_calls(model, model, 2), _calls(model, run, 2), inputs):
         raise CaptureError(
             f"{captured.name} and its captured program do not agree on the example inputs.",
             "A capture does not see what a forward keeps in Python, such as a counter of calls.",
         )
+    original, alone = _calls(model, model), _calls(model, run)
     padding = {
         name: sizes
         for name, sizes in program.padding.items()
-        if name in program.names and agree(original, run, *_unpadded(program, inputs, name))
+        if name in program.names and agree(original, alone, *_unpadded(program, inputs, name))
     }
-    ones = served_at_one(captured, program.guards, inputs, original, run)
+    ones = served_at_one(captured, program.guards, inputs, original, alone)
     return dataclasses.replace(program, padding=padding, ones=ones)
+
+
+def _calls(
+    model: torch.nn.Module, run: Callable[..., Any], times: int = 1
+) -> Callable[[tuple[Any, ...], dict[str, Any]], Any]:
+    """A number of calls in a row, as one function of their inputs; the model stays as it was."""
+
+    def called(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with trying(model):
+            results = []
+            for _ in range(times):
+                own_args, own_kwargs = copies((args, kwargs))
+                results.append(copies(pytree.tree_leaves(run(*own_args, **own_kwargs))))
+            return results
+
+    return called
 
 
 def _unpadded(program: Program, inputs: Any, name: str) -> tuple[Any, Any]:

@@ -112,6 +112,33 @@ def test_what_a_forward_counts_in_a_buffer_goes_on_counting():
     assert graph.count == 2.0 and torch.allclose(second, 2 * first)
 
 
+class Growing(Branching):
+    """A table of positions that grows with the inputs, as rotary embeddings keep one."""
+
+    def __init__(self):
+        super().__init__(lambda x: False)
+        self.size = 8
+        self.register_buffer("table", torch.arange(8.0)[:, None])
+
+    def forward(self, x):
+        if x.shape[1] > self.size:
+            self.size = x.shape[1]
+            self.table = torch.arange(float(self.size))[:, None]
+        return super().forward(x) * self.table[: x.shape[1]]
+
+
+@pytest.mark.parametrize("length", [6, 24])
+def test_a_model_that_keeps_a_growing_table_still_runs_afterwards(length):
+    model, x = Growing().eval(), torch.randn(2, length, 16)
+    try:
+        graph = sp.sparsify(model, sp.Policy.moba(block_size=4, topk=99), (x,)).model
+        assert torch.allclose(graph(x), model(x), atol=1e-4)
+    except CaptureError:
+        assert length > 8  # the program would have to change the size of a buffer
+    assert (model.size, len(model.table)) == ((8, 8) if length == 6 else (model.size, model.size))
+    assert model(torch.randn(2, 24, 16)).shape == (2, 24, 16)
+
+
 class Masked(Branching):
     """Attention that may be causal only while it is given a mask."""
 
