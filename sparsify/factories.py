@@ -42,7 +42,10 @@ def call_factory(spec: str) -> Made:
             raise UsageError(f"{spec} raised {named(error)}.") from error
     model, args, kwargs = _with_inputs(made)
     if not isinstance(model, torch.nn.Module):
-        raise UsageError(f"{spec} returned {type(model).__name__}; expected a torch.nn.Module.")
+        raise UsageError(
+            f"{spec} returned {type(model).__name__}; expected a torch.nn.Module.",
+            "With example inputs it is (module, args) or (module, args, kwargs).",
+        )
     return model, args, kwargs
 
 
