@@ -31,6 +31,17 @@ class LanguageGraphModel(GraphModel):
     """A language model of the graph host. A cache that is passed is updated in place, as the
     original does; without one, `use_cache=False` leaves it out of the result."""
 
+    def generate(self, *_: Any, **__: Any) -> Any:
+        """Exported programs compute logits; sampling belongs to transformers' own classes.
+
+        Raises:
+            UsageError: always.
+        """
+        raise UsageError(
+            "A model of the graph host has no generate().",
+            'Use host="transformers", or call the model token by token with its cache.',
+        )
+
     def _given(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         given = super()._given(args, kwargs)
         if given.pop("return_dict", None) is False:

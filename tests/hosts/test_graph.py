@@ -247,6 +247,11 @@ def test_without_a_cache_in_the_call_the_result_can_be_without_one(llama):
     assert graph(tokens(1, 5), use_cache=False).get(CACHE) is None
 
 
+def test_generating_text_is_left_to_the_other_host(llama):
+    with pytest.raises(UsageError, match=r"no generate\(\)"):
+        llama[1].generate(tokens(1, 6), max_new_tokens=3)
+
+
 def test_positions_that_the_program_does_not_know_are_refused(llama):
     _, graph = llama
     with pytest.raises(UsageError, match="does not take position_ids"):
