@@ -182,6 +182,21 @@ def test_it_moves_to_another_device_with_the_devices_in_its_graph(llama):
     assert moved(tokens(1, 9).to("meta")).logits.device.type == "meta"
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_gpu_it_computes_what_it_does_on_the_processor(llama):
+    _, graph = llama
+    there, (ids, mask, _) = copy.deepcopy(graph).to("cuda"), padded((40, 17), 40, left=True)
+    with record_selection() as chosen:
+        here = logits(graph, ids, mask)
+    with replay_selection(chosen):
+        found = logits(there, ids.cuda(), mask.cuda()).cpu()
+    real = mask.bool()
+    assert relative(found[real], here[real]) < 1e-4
+    step = there(ids[:, :30].cuda(), attention_mask=mask[:, :30].cuda())
+    assert step[CACHE].get_seq_length() == 30 and step.logits.is_cuda
+
+
 # padding, phases, documents
 
 
