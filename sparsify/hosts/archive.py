@@ -174,7 +174,10 @@ def _quiet() -> Iterator[None]:
     for logger in loggers:
         logger.setLevel(logging.CRITICAL)
     try:
-        yield
+        with warnings.catch_warnings():
+            # torch 2.11 reads weights into byte strings, which nobody holds but the tensors
+            warnings.filterwarnings("ignore", message="The given buffer is not writable")
+            yield
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
