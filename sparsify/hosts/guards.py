@@ -9,6 +9,8 @@ from __future__ import annotations
 import sympy
 import torch
 from torch.fx import Node
+from torch.utils._sympy.numbers import int_oo
+from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
 
 from sparsify.errors import CaptureError
 from sparsify.hosts.sizes import Unknown, holds
@@ -39,6 +41,8 @@ def guards_of(captured: Captured) -> tuple[str, ...]:
         condition = env.replace(guard.expr)
         if condition in (sympy.true, sympy.false) or not condition.free_symbols <= known:
             continue
+        if _holds_from_two_on(condition):
+            continue
         text = str(condition)
         try:
             holds(text, {str(symbol): 2 for symbol in readable})
@@ -47,6 +51,14 @@ def guards_of(captured: Captured) -> tuple[str, ...]:
             raise CaptureError(said) from None
         found.append(text)
     return tuple(dict.fromkeys(found))
+
+
+def _holds_from_two_on(condition: sympy.Basic) -> bool:
+    """Whether a condition holds for all sizes of 2 and more: it only tells 1 (and 0) apart, which
+    are tried against the model."""
+    sizes = {symbol: ValueRanges(2, int_oo) for symbol in condition.free_symbols}
+    found = bound_sympy(condition, sizes)
+    return bool(found.is_singleton() and found.lower == sympy.true)
 
 
 def user_inputs(captured: Captured) -> list[Node]:

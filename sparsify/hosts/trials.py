@@ -15,7 +15,7 @@ from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from sparsify.hosts.guards import user_inputs
-from sparsify.hosts.sizes import holds
+from sparsify.hosts.sizes import evaluate, holds
 from sparsify.passes.capture import Captured
 from sparsify.passes.dims import doubled
 from sparsify.passes.graphs import expression
@@ -134,10 +134,11 @@ def _cut(node: Node | None, leaf: Any, wanted: Mapping[str, int]) -> Any:
     """The end of an input, in the wanted sizes."""
     if node is None:
         return leaf
-    for dim, symbol in enumerate(_symbols(node)):
-        if symbol is not None:
-            size = min(wanted[symbol], leaf.shape[dim])
-            leaf = leaf.narrow(dim, leaf.shape[dim] - size, size)
+    for dim, size in enumerate(expression(size) for size in node.meta["val"].shape):
+        told = {str(symbol) for symbol in size.free_symbols}
+        if told and told <= wanted.keys():  # one size, or a sum of several
+            kept = min(int(evaluate(str(size), wanted)), leaf.shape[dim])
+            leaf = leaf.narrow(dim, leaf.shape[dim] - kept, kept)
     return leaf.clone()
 
 

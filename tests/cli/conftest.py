@@ -7,8 +7,9 @@ from tests._util.tiny_folders import save_bert, save_llama
 
 
 @pytest.fixture
-def cli(capsys):
+def cli(capsys, monkeypatch):
     """Run one command in this process: exit code, stdout, stderr."""
+    monkeypatch.delenv("COLUMNS", raising=False)  # runners of tests may set it
     return lambda *words: run_cli(capsys, *words)
 
 

@@ -3,13 +3,16 @@
 import dataclasses
 
 import pytest
+import sympy
 import torch
 from torch import nn
 
 import sparsify as sp
 from sparsify.errors import CaptureError, UsageError
+from sparsify.hosts.guards import _holds_from_two_on
 from sparsify.hosts.sizes import Unknown, evaluate
 from sparsify.plans import Plan
+from tests._util.tiny_models import CACHE, build, tokens
 
 POLICY = sp.Policy.moba(block_size=4, topk=2)
 
@@ -199,6 +202,33 @@ def test_a_relation_between_two_sizes_is_held_to():
     graph(torch.randn(2, 10, 16), torch.randn(11))
     with pytest.raises(UsageError, match="do not fit each other"):
         graph(torch.randn(2, 10, 16), torch.randn(10))
+
+
+@pytest.mark.parametrize(
+    ("condition", "vacuous"),
+    [
+        (lambda a, b: sympy.Ne(a, 1), True),
+        (lambda a, b: a * b >= 2, True),
+        (lambda a, b: a + b > 3, True),
+        (lambda a, b: sympy.Ne(a, 2), False),
+        (lambda a, b: a * b >= 5, False),
+        (lambda a, b: a <= b, False),
+        (lambda a, b: sympy.Eq(a, 2), False),
+    ],
+)
+def test_conditions_that_only_tell_one_apart_are_known(condition, vacuous):
+    a, b = sympy.symbols("a b", integer=True, positive=True)
+    assert _holds_from_two_on(condition(a, b)) == vacuous
+
+
+def test_a_decode_step_of_one_token_is_served_where_only_its_memory_layout_differs():
+    model = build("opt")
+    graph = sp.sparsify(model, POLICY, host="graph").model
+    ids = tokens(2, 12)
+    past = graph(ids[:, :-1])
+    last = graph(ids[:, -1:], **{CACHE: past[CACHE]}).logits
+    wanted = graph(ids).logits[:, -1:]
+    assert (last - wanted).abs().max() / wanted.abs().max() < 1e-5
 
 
 @pytest.mark.parametrize(
