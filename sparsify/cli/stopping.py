@@ -32,8 +32,8 @@ def listen() -> None:
 
 
 def begin() -> None:
-    """A command begins: nothing has been told of it."""
-    _State.told = False
+    """A command begins: nothing has been heard or told of it, whatever ended the one before."""
+    _State.number, _State.heard_at, _State.told = int(signal.SIGINT), None, False
 
 
 def ignore() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from sparsify import errors
 from sparsify.cli import main as cli_main
-from sparsify.cli import streams
+from sparsify.cli import stopping, streams
 from tests._util.commands import ROOT, environment, finish, spawn_cli
 
 
@@ -116,6 +116,12 @@ def test_an_interrupt_is_130(cli, monkeypatch):
         assert cli(*words) == (130, "", "sparsify: interrupted\n")
 
 
+def test_an_interrupt_is_told_as_one_whatever_ended_the_command_before(cli, monkeypatch):
+    words = failing(monkeypatch, KeyboardInterrupt())
+    monkeypatch.setattr(stopping._State, "number", int(signal.SIGTERM))
+    assert cli(*words) == (130, "", "sparsify: interrupted\n")
+
+
 def test_a_factory_that_raises_an_interrupt(cli, tmp_path, monkeypatch):
     (tmp_path / "cli_stops.py").write_text("def make(): raise KeyboardInterrupt")
     monkeypatch.chdir(tmp_path)
@@ -163,7 +169,7 @@ def test_closed_streams_do_not_break_a_command():
 def test_what_c_code_prints_goes_to_stderr():
     code = """
 import os, sys
-from sparsify.cli import streams
+from sparsify.cli import stopping, streams
 with streams.own_stdout(), streams.working():
     os.write(1, b"from C\\n")
     with streams.progress() as say:
@@ -204,7 +210,7 @@ def test_a_terminal_gets_a_bar_and_a_pipe_plain_lines(monkeypatch, capsys):
     assert "first" in err and "\x1b" not in err and "\r" not in err
     main_end, terminal = pty.openpty()
     code = """
-from sparsify.cli import streams
+from sparsify.cli import stopping, streams
 with streams.progress(stages=2) as say:
     say("first"); say("second")
 """
