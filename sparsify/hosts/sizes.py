@@ -6,6 +6,7 @@ The texts stand in saved programs, so they are read by this small evaluator and 
 from __future__ import annotations
 
 import ast
+import functools
 import math
 import operator
 from collections.abc import Callable, Mapping
@@ -68,7 +69,7 @@ def evaluate(text: str, sizes: Mapping[str, int]) -> Any:
         Unknown: a name without a size, or anything but arithmetic.
     """
     try:
-        return _value(ast.parse(text.strip(), mode="eval").body, sizes)
+        return _value(_parsed(text), sizes)
     except (SyntaxError, KeyError, ZeroDivisionError, TypeError, RecursionError) as error:
         kind = Undefined if isinstance(error, ZeroDivisionError) else Unknown
         raise kind(f"{text!r} cannot be evaluated ({type(error).__name__})") from None
@@ -84,6 +85,12 @@ def holds(condition: str, sizes: Mapping[str, int]) -> bool:
         return bool(evaluate(condition, sizes))
     except Undefined:
         return False
+
+
+@functools.lru_cache(maxsize=4096)
+def _parsed(text: str) -> ast.expr:
+    """Guards are asked at every call of a program; they are read once."""
+    return ast.parse(text.strip(), mode="eval").body
 
 
 def _value(node: ast.expr, sizes: Mapping[str, int]) -> Any:
