@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from sparsify.cost_model.counts import attended_pairs, dense_pairs
+from sparsify.pair_counts import attended_pairs, dense_pairs
 from sparsify.errors import CaptureError, NothingToDoError, UsageError
 from sparsify.ir import AttentionSite, Refusal, site_key, site_name
 from sparsify.plans import LayerPlan, Plan

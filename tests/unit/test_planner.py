@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from sparsify.cost_model.counts import attended_pairs, dense_pairs
+from sparsify.pair_counts import attended_pairs, dense_pairs
 from sparsify.errors import CaptureError, NothingToDoError, UsageError
 from sparsify.planner import (
     build_report,

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparsify.cost_model.counts import attended_pairs, dense_pairs
+from sparsify.pair_counts import attended_pairs, dense_pairs
 
 
 def positions(q_len, kv_len, q_offset):
