@@ -1,7 +1,8 @@
 """The ops: their schemas, shapes and gradients.
 
-Importing this module registers them under `torch.ops.sparsify`; the functions below are the same
-ops with documentation. It imports no Triton.
+Importing this module registers them under `torch.ops.sparsify`, with formulas for torch's FLOP
+counter; the functions below are the same ops with documentation. It imports no Triton (torch's
+counter does where it is installed).
 
 Every op takes the layout tensors of `sparsify.kernels.layout.Layout` after its own:
 `q_start`, `kv_len`, `key_mask`, `block_origin`, `cu_seqlens_q`, `cu_seqlens_k`, `page_table`.
@@ -26,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsify.kernels import selection, validation
+from sparsify.kernels import flops, selection, validation
 from sparsify.kernels.dispatch import implementation, with_topk_in_force
 from sparsify.kernels.layout import Layout, key_slots, list_width
 
@@ -503,3 +504,4 @@ def _register(op: _Op) -> None:
 
 for _op in _OPS:
     _register(_op)
+flops.register()

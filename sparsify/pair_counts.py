@@ -1,12 +1,13 @@
 """Exact counts of attention work, in closed form.
 
 A pair is one query-key score of one query head. Query i stands at position p = q_offset + i; it
-sees the keys 0..p. Positions below 0 see nothing.
+sees the keys 0..p. Positions below 0 see nothing. The index of MSA scores every visible key, so
+`dense_pairs` counts its pairs too.
 """
 
 from __future__ import annotations
 
-__all__ = ["attended_pairs", "dense_pairs"]
+__all__ = ["attended_pairs", "dense_pairs", "gate_pairs"]
 
 
 def dense_pairs(q_len: int, kv_len: int, q_offset: int | None = None) -> int:
@@ -45,6 +46,24 @@ def attended_pairs(
     return _attended_before(end, block, topk) - _attended_before(first, block, topk)
 
 
+def gate_pairs(q_len: int, kv_len: int, block: int, q_offset: int | None = None) -> int:
+    """Pairs of a query with the mean of a complete past block: MoBA's gate.
+
+    The sum over queries of p // block.
+
+    Args:
+        q_len, kv_len, q_offset: as in `dense_pairs`.
+        block: tokens of a block.
+
+    Raises:
+        ValueError: a negative length, a block below 1, or a query behind the last key.
+    """
+    if block < 1:
+        raise ValueError(f"block must be at least 1, not {block}")
+    first, end = _positions(q_len, kv_len, q_offset)
+    return _gated_before(end, block) - _gated_before(first, block)
+
+
 def _positions(q_len: int, kv_len: int, q_offset: int | None) -> tuple[int, int]:
     """Positions of the queries that see anything, as a half-open range."""
     if q_len < 0 or kv_len < 0:
@@ -67,3 +86,9 @@ def _attended_before(end: int, block: int, topk: int) -> int:
         past_blocks = past * (past - 1) // 2 + (whole - past) * past
     own = whole * block * (block + 1) // 2 + rest * (rest + 1) // 2
     return own + past_blocks * block * block + rest * min(past, whole) * block
+
+
+def _gated_before(end: int, block: int) -> int:
+    """Gate pairs of the positions 0..end-1."""
+    whole, rest = divmod(end, block)
+    return whole * (whole - 1) // 2 * block + rest * whole

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparsify.pair_counts import attended_pairs, dense_pairs
+from sparsify.pair_counts import attended_pairs, dense_pairs, gate_pairs
 
 
 def positions(q_len, kv_len, q_offset):
@@ -31,6 +31,19 @@ def test_dense_pairs_count_visible_keys(q_len, kv_len):
 @given(lengths, lengths, st.integers(1, 80), st.integers(1, 90))
 def test_attended_pairs_equal_the_sum(q_len, kv_len, block, topk):
     assert attended_pairs(q_len, kv_len, block, topk) == slow_attended(q_len, kv_len, block, topk)
+
+
+@given(lengths, lengths, st.integers(1, 80))
+def test_gate_pairs_equal_the_sum(q_len, kv_len, block):
+    assert gate_pairs(q_len, kv_len, block) == sum(
+        p // block for p in positions(q_len, kv_len, None)
+    )
+
+
+@pytest.mark.parametrize("arguments", [(-1, 4, 2), (4, -1, 2), (4, 4, 0), (4, 4, 2, 1)])
+def test_impossible_gates(arguments):
+    with pytest.raises(ValueError):
+        gate_pairs(*arguments)
 
 
 @given(lengths, st.integers(0, 70), st.integers(0, 70), st.integers(1, 9), st.integers(1, 9))
