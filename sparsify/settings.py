@@ -7,7 +7,7 @@
 | `SPARSIFY_STRICT` | `1` | a planned site that would fall back to dense raises instead |
 | `SPARSIFY_LOG_LEVEL` | a `logging` level name | verbosity on stderr |
 | `SPARSIFY_DEBUG_DIR` | a folder | the graph is written there after every pass |
-| `SPARSIFY_GPU_SPECS` | a folder | extra GPU description files (for the cost model; not used yet) |
+| `SPARSIFY_GPU_SPECS` | a folder | your own GPU files; they win over the packaged ones |
 | `SPARSIFY_CACHE_DIR` | a folder | where `make demo` keeps its model |
 """
 

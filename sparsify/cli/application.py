@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from sparsify import settings
-from sparsify.cli import doctor, inspect, policy, rewrite, stopping, streams, verify
+from sparsify.cli import doctor, gpus, inspect, policy, rewrite, stopping, streams, verify
 from sparsify.errors import SparsifyError
 from sparsify.versions import VERSION
 
@@ -35,6 +35,7 @@ app = typer.Typer(
 app.command("inspect")(inspect.inspect)
 app.command("rewrite")(rewrite.rewrite)
 app.command("verify")(verify.verify)
+app.command("gpus")(gpus.gpus)
 app.command("doctor")(doctor.doctor)
 app.add_typer(policy.app, name="policy")
 

@@ -17,7 +17,7 @@ from sparsify.report import SiteReport, SparsifyReport, VerificationReport
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-__all__ = ["explain", "inspection", "report", "verification"]
+__all__ = ["explain", "inspection", "open_table", "report", "verification"]
 
 STYLES = {"passed": "green", "failed": "bold red", "skipped": "yellow"}
 DONE = {"rewritten": "rewritten", "kept_dense": "kept dense", "refused": "refused"}
@@ -46,7 +46,7 @@ def _assumed(sites: Sequence[AttentionSite]) -> list[RenderableType]:
 
 
 def _sites(sites: Sequence[AttentionSite]) -> Table:
-    table = _table(
+    table = open_table(
         "site", ">sites", "pattern", ">heads q/kv", ">head dim", ">scale", "mask", "phase", "source"
     )
     for name, members in group(sites, _name, _site_row):
@@ -84,7 +84,7 @@ def _mask(mask: MaskProof) -> str:
 
 
 def _refusals(refusals: Sequence[Refusal]) -> Table:
-    table = _table("refused", ">sites", "code", "why", "hint", "source")
+    table = open_table("refused", ">sites", "code", "why", "hint", "source")
     for name, members in group(refusals, _name, _refusal_row):
         table.add_row(name, str(len(members)), *_refusal_row(members[0]))
     return table
@@ -123,7 +123,7 @@ def report(found: SparsifyReport) -> list[RenderableType]:
         f"{counts['rewritten']} rewritten, {counts['kept_dense']} kept dense, "
         f"{counts['refused']} refused"
     )
-    table = _table("site", ">sites", "done", "attention", ">heads q/kv", "why")
+    table = open_table("site", ">sites", "done", "attention", ">heads q/kv", "why")
     for name, members in group(found.sites, lambda site: site.name, _report_row):
         table.add_row(name, str(len(members)), *_report_row(members[0]))
     out: list[RenderableType] = [head, table]
@@ -154,7 +154,7 @@ def _attention(site: SiteReport) -> str:
 
 
 def _pairs(found: SparsifyReport) -> Table:
-    table = _table(">context", ">dense pairs", ">attended pairs", ">share")
+    table = open_table(">context", ">dense pairs", ">attended pairs", ">share")
     for count in found.pairs:
         row = (count.context, count.dense, count.attended)
         table.add_row(*(f"{number:,}" for number in row), f"{count.share:.1%}")
@@ -163,7 +163,7 @@ def _pairs(found: SparsifyReport) -> Table:
 
 def verification(found: VerificationReport) -> list[RenderableType]:
     """Tables of `verify`: the checks, then quality per layer and losses."""
-    table = _table("check", "name", "result", "what was seen")
+    table = open_table("check", "name", "result", "what was seen")
     for check in found.checks:
         style = STYLES[check.status]
         table.add_row(check.check, check.name, Text(check.status, style), Text(check.summary))
@@ -178,7 +178,7 @@ def verification(found: VerificationReport) -> list[RenderableType]:
 
 
 def _layers(run: dict[str, Any]) -> Table:
-    table = _table("layer", ">score recall", ">block recall", ">sparse rows")
+    table = open_table("layer", ">score recall", ">block recall", ">sparse rows")
     for layer in run["layers"]:
         measured = (layer["score_recall"], layer["block_recall"])
         recalls = ("-" if value is None else f"{value:.3f}" for value in measured)
@@ -187,7 +187,7 @@ def _layers(run: dict[str, Any]) -> Table:
 
 
 def _losses(runs: Sequence[dict[str, Any]]) -> Table:
-    table = _table(
+    table = open_table(
         ">tokens", ">loss dense", ">sparse", ">last 512 dense", ">sparse", ">KL", ">top-1 same"
     )
     keys = (
@@ -223,7 +223,7 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
-def _table(*columns: str) -> Table:
+def open_table(*columns: str) -> Table:
     """An open table; a leading ">" aligns a column to the right."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for column in columns:

@@ -40,10 +40,13 @@ def test_the_wheel_holds_only_the_package(tmp_path):
         "sparsify/py.typed",
         "sparsify/cli/main.py",
         "sparsify/cost_model/counts.py",
+        "sparsify/cost_model/gpus/h200-sxm-141gb.yaml",
         "sparsify/kernels/schemas.py",
         "sparsify/passes/detect.py",
     ):
         assert needed in names
     assert all(
-        name.endswith((".py", ".typed", ".yaml")) for name in names if "dist-info" not in name
+        name.endswith((".py", ".typed", ".yaml", ".json"))
+        for name in names
+        if "dist-info" not in name
     )
