@@ -1,0 +1,141 @@
+"""MSA: an index scores every token, blocks are chosen per key/value head (arXiv 2606.13392).
+
+The learned indexer has one shared index key and one index query per key/value head; the proxy takes
+the mean of the group's queries and the layer's own keys. Prefill is KV-outer with a combine, as in
+the paper; with fewer than `SHORT_QUERIES` queries it is Q-outer, bound by the L2 cache.
+"""
+
+from __future__ import annotations
+
+from sympy import Expr, Min, ceiling
+
+from sparsify.cost_model import symbols as s
+from sparsify.cost_model.counts import TILE_ROWS, StageFormula
+from sparsify.cost_model.counts_dense import attention_flops, kv_row_bytes, q_and_o_bytes
+from sparsify.cost_model.pairs import EXACT, Pairs
+
+__all__ = ["SHORT_QUERIES", "decode", "index_flops", "index_key_bytes", "prefill"]
+
+# Below this many queries a KV-outer kernel finds too few of them per block.
+SHORT_QUERIES = 2048
+
+_CONTEXT = s.PREFIX_TOKENS + s.NEW_TOKENS
+_TOKENS = s.BATCH_SEQUENCES * s.NEW_TOKENS
+_QUERIES = _TOKENS * s.QUERY_HEADS
+
+
+def index_key_bytes() -> Expr:
+    """The index keys of all tokens: the index cache of the learned indexer."""
+    return s.BATCH_SEQUENCES * _CONTEXT * s.INDEX_KEY_HEADS * s.INDEX_DIM * s.INDEX_BYTES
+
+
+def index_flops(pairs: Pairs = EXACT) -> Expr:
+    """Every visible token is scored by every index query."""
+    return 2 * s.BATCH_SEQUENCES * s.INDEX_QUERY_HEADS * s.INDEX_DIM * pairs.dense
+
+
+def _index_query_bytes() -> Expr:
+    return _TOKENS * s.INDEX_QUERY_HEADS * s.INDEX_DIM * s.INDEX_BYTES
+
+
+def _block_score_bytes(pairs: Pairs) -> Expr:
+    return 4 * s.BATCH_SEQUENCES * s.INDEX_QUERY_HEADS * pairs.visible_blocks
+
+
+def _make_index(learned: bool) -> StageFormula:
+    """Index queries and keys: projections of the hidden state, or means of the queries."""
+    if not learned:
+        mean = s.KV_HEADS * s.HEAD_DIM * s.QUERY_BYTES
+        read = s.QUERY_HEADS * s.HEAD_DIM * s.QUERY_BYTES
+        return StageFormula("index queries", "copy", dram_bytes=_TOKENS * (read + mean))
+    width = s.INDEX_DIM * (s.INDEX_QUERY_HEADS + s.INDEX_KEY_HEADS)
+    activations = _TOKENS * (s.HIDDEN_DIM * s.QUERY_BYTES + width * s.INDEX_BYTES)
+    return StageFormula(
+        "index projections",
+        "gemm",
+        flops=2 * _TOKENS * s.HIDDEN_DIM * width,
+        dram_bytes=s.HIDDEN_DIM * width * s.WEIGHT_BYTES + activations,
+    )
+
+
+def prefill(learned: bool, short: bool = False, pairs: Pairs = EXACT) -> tuple[StageFormula, ...]:
+    """Index, scores, top-k, then KV-outer attention with a combine, or Q-outer when `short`."""
+    scores = _block_score_bytes(pairs)
+    head = (
+        _make_index(learned),
+        StageFormula(
+            "index scores",
+            "msa_index",
+            flops=index_flops(pairs),
+            dram_bytes=_index_query_bytes() + index_key_bytes() + scores,
+            workspace_bytes=scores,
+            tiles=s.BATCH_SEQUENCES * ceiling(s.NEW_TOKENS * s.INDEX_QUERY_HEADS / TILE_ROWS),
+            on_index=True,
+        ),
+        StageFormula(
+            "top-k",
+            "msa_topk",
+            dram_bytes=scores + 4 * _TOKENS * s.KV_HEADS * s.READ_BLOCKS,
+        ),
+    )
+    return head + (_q_outer(pairs) if short else _kv_outer(pairs))
+
+
+def _kv_outer(pairs: Pairs) -> tuple[StageFormula, ...]:
+    rows = _QUERIES * s.READ_BLOCKS
+    index = 16 * _TOKENS * s.READ_BLOCKS * s.KV_HEADS
+    gathered = _TOKENS * s.READ_BLOCKS * q_and_o_bytes()
+    return (
+        StageFormula("reverse index", "reverse_index", dram_bytes=index, launches=3),
+        StageFormula(
+            "attention",
+            "msa_attention",
+            flops=attention_flops(pairs.attended),
+            dram_bytes=s.BATCH_SEQUENCES * _CONTEXT * kv_row_bytes() + gathered,
+            workspace_bytes=rows * (s.VALUE_DIM * s.OUTPUT_BYTES + 4),
+            tiles=ceiling(rows / TILE_ROWS),
+        ),
+        StageFormula(
+            "combine",
+            "combine",
+            dram_bytes=_QUERIES * ((s.READ_BLOCKS + 1) * s.VALUE_DIM * s.OUTPUT_BYTES) + 4 * rows,
+        ),
+    )
+
+
+def _q_outer(pairs: Pairs) -> tuple[StageFormula, ...]:
+    read = s.NEW_TOKENS * s.READ_BLOCKS * s.BLOCK_TOKENS
+    return (
+        StageFormula(
+            "attention",
+            "msa_short_attention",
+            flops=attention_flops(pairs.attended),
+            dram_bytes=s.BATCH_SEQUENCES * Min(_CONTEXT, read) * kv_row_bytes()
+            + _TOKENS * q_and_o_bytes(),
+            l2_bytes=s.BATCH_SEQUENCES * read * kv_row_bytes(),
+        ),
+    )
+
+
+def decode(learned: bool, pairs: Pairs = EXACT) -> tuple[StageFormula, ...]:
+    """The index cache is read whole, then the chosen blocks; split kernels and a merge each."""
+    read = s.NEW_TOKENS * s.READ_BLOCKS * s.BLOCK_TOKENS
+    return (
+        _make_index(learned),
+        StageFormula(
+            "index and top-k",
+            "msa_decode_index",
+            flops=index_flops(pairs),
+            dram_bytes=index_key_bytes(),
+            launches=2,
+            on_index=True,
+        ),
+        StageFormula(
+            "attention",
+            "msa_decode_attention",
+            flops=attention_flops(pairs.attended),
+            dram_bytes=s.BATCH_SEQUENCES * Min(_CONTEXT, read) * kv_row_bytes()
+            + _TOKENS * q_and_o_bytes(),
+            launches=2,
+        ),
+    )

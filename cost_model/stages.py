@@ -1,0 +1,91 @@
+"""Which stages a configuration runs in a call, and what it keeps in memory between calls."""
+
+from __future__ import annotations
+
+import functools
+
+import sympy
+
+from sparsify.cost_model import (
+    counts_dense,
+    counts_moba,
+    counts_msa,
+    counts_training,
+)
+from sparsify.cost_model import symbols as s
+from sparsify.cost_model.configuration import Configuration
+from sparsify.cost_model.counts import StageFormula
+from sparsify.cost_model.pairs import EXACT, Pairs
+from sparsify.cost_model.workload import Phase, Workload
+
+__all__ = ["index_cache_bytes", "kv_cache_bytes", "runs_sparse", "stage_formulas"]
+
+Stages = tuple[StageFormula, ...]
+
+
+def runs_sparse(configuration: Configuration, workload: Workload) -> bool:
+    """Whether the call leaves anything out: `decode: dense` turns a decode step dense."""
+    dense_step = workload.phase is Phase.DECODE and configuration.decode == "dense"
+    return configuration.sparse and not dense_step
+
+
+def stage_formulas(
+    configuration: Configuration, workload: Workload, pairs: Pairs = EXACT
+) -> Stages:
+    """The stages of one attention layer, in order."""
+    sparse = runs_sparse(configuration, workload)
+    short = workload.new_tokens < counts_msa.SHORT_QUERIES
+    return _formulas(
+        configuration.method if sparse else "dense",
+        configuration.indexer == "learned",
+        workload.phase,
+        short,
+        pairs,
+    )
+
+
+@functools.lru_cache(maxsize=64)
+def _formulas(method: str, learned: bool, phase: Phase, short: bool, pairs: Pairs) -> Stages:
+    forward = _decode if phase is Phase.DECODE else _prefill
+    stages = forward(method, learned, short, pairs)
+    if phase is Phase.TRAINING:
+        stages += _backward(method, learned, pairs)
+    return stages
+
+
+def _prefill(method: str, learned: bool, short: bool, pairs: Pairs) -> Stages:
+    if method == "dense":
+        return counts_dense.prefill(pairs)
+    if method == "moba":
+        return counts_moba.prefill(pairs)
+    return counts_msa.prefill(learned, short, pairs)
+
+
+def _decode(method: str, learned: bool, short: bool, pairs: Pairs) -> Stages:
+    if method == "dense":
+        return counts_dense.decode(pairs)
+    if method == "moba":
+        return counts_moba.decode(pairs)
+    return counts_msa.decode(learned, pairs)
+
+
+def _backward(method: str, learned: bool, pairs: Pairs) -> Stages:
+    if method == "dense":
+        return (counts_training.backward("dense_backward", pairs.dense, sympy.Integer(1)),)
+    stages = (counts_training.backward(f"{method}_backward", pairs.attended, s.READ_BLOCKS),)
+    return (*stages, counts_training.index_loss(pairs)) if learned else stages
+
+
+def kv_cache_bytes() -> sympy.Expr:
+    """Keys and values of all tokens, for one layer."""
+    context = s.PREFIX_TOKENS + s.NEW_TOKENS
+    return s.BATCH_SEQUENCES * context * counts_dense.kv_row_bytes()
+
+
+def index_cache_bytes(configuration: Configuration) -> sympy.Expr:
+    """What decode keeps beside the KV cache: index keys, or the means of the blocks."""
+    if configuration.method == "msa" and configuration.indexer == "learned":
+        return counts_msa.index_key_bytes()
+    if configuration.method == "moba" and configuration.decode == "sparse":
+        return counts_moba.means_bytes()
+    return sympy.Integer(0)
