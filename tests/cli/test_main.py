@@ -26,13 +26,14 @@ def test_the_verbs_are_these(cli):
     """Frozen: a verb or option that goes away breaks scripts."""
     _, out, _ = cli("--help")
     listed = out.split("Commands:")[1].split()
-    for verb in ("inspect", "rewrite", "verify", "policy", "doctor"):
+    for verb in ("inspect", "rewrite", "verify", "gpus", "policy", "doctor"):
         assert verb in listed
     options = {
         "inspect": ["--seq", "--explain", "--json", "--debug", "--dtype"],
         "rewrite": ["--policy", "--plan", "--method", "--block-size", "--topk", "--dense-last",
                     "--decode", "--indexer", "-o", "--dry-run", "--force", "--json", "--dtype"],
         "verify": ["--against", "--prompts", "--seq", "--checks", "--dump-selection", "--json"],
+        "gpus": ["--json"],
         "doctor": ["--json"],
     }  # fmt: skip
     for verb, names in options.items():
