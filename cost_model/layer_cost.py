@@ -1,0 +1,313 @@
+"""What one attention layer costs in one call on one GPU, stage by stage.
+
+Where every stage of a configuration is calibrated, a stage takes overhead + bound / efficiency,
+with factors for waves and imbalance. Otherwise dense attention has a range of its bound, and a
+sparse one a range of the speed-up over dense (`efficiencies`): public kernels differ so much that
+no share of a bound could be promised for one of its stages.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from sparsify.cost_model.calibration import Calibration, FamilyEfficiency
+from sparsify.cost_model.configuration import DENSE, Configuration
+from sparsify.cost_model.counts import StageCounts, counted, exact, values_of
+from sparsify.cost_model.efficiencies import LAUNCH_US, share_of_bound, share_of_speedup
+from sparsify.cost_model.hardware import Gpu
+from sparsify.cost_model.roofline import (
+    Binding,
+    StageBound,
+    imbalance_factor,
+    stage_bound,
+    wave_factor,
+)
+from sparsify.cost_model.stages import (
+    index_cache_bytes,
+    kv_cache_bytes,
+    runs_sparse,
+    stage_formulas,
+)
+from sparsify.cost_model.times import Source, TimeEstimate
+from sparsify.cost_model.workload import AttentionShape, ElementBytes, Phase, Workload
+
+__all__ = ["WORKSPACE_BYTES", "LayerCost", "StageCost", "crossover_tokens", "layer_cost"]
+
+# Kernels work in slices, so that their workspace stays below this.
+WORKSPACE_BYTES = 2 << 30
+MOST_TOKENS = 1 << 24
+BF16 = ElementBytes()
+
+
+@dataclass(frozen=True)
+class StageCost:
+    """One stage: FLOP, bytes, time, and what limits it."""
+
+    name: str
+    family: str
+    flops: int
+    dram_bytes: int
+    l2_bytes: int
+    workspace_bytes: int
+    time: TimeEstimate
+    binding: Binding
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """One attention layer; caches are those of the layer at the end of the call."""
+
+    configuration: Configuration
+    stages: tuple[StageCost, ...]
+    kv_cache_bytes: int
+    index_cache_bytes: int
+
+    @property
+    def flops(self) -> int:
+        """FLOP of all stages."""
+        return sum(stage.flops for stage in self.stages)
+
+    @property
+    def dram_bytes(self) -> int:
+        """Bytes that all stages move from and to device memory."""
+        return sum(stage.dram_bytes for stage in self.stages)
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Memory that the call needs beside its inputs and outputs."""
+        return min(max(stage.workspace_bytes for stage in self.stages), WORKSPACE_BYTES)
+
+    @property
+    def time(self) -> TimeEstimate:
+        """Time of all stages, one after the other."""
+        return TimeEstimate.total(stage.time for stage in self.stages)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """Everything that a stage's time depends on, beside the stage."""
+
+    shape: AttentionShape
+    workload: Workload
+    configuration: Configuration
+    gpu: Gpu
+    element_bytes: ElementBytes
+    calibration: Calibration | None
+    efficiency_scale: float
+
+    @property
+    def processors(self) -> float | None:
+        return None if self.gpu.sm_count is None else self.gpu.sm_count.value
+
+    def efficiency(self, stage: StageCounts) -> FamilyEfficiency | None:
+        if self.calibration is None:
+            return None
+        width = self.element_bytes.index if stage.on_index else self.element_bytes.key
+        if width > 2:
+            return None  # calibrations are of two-byte and one-byte elements
+        return self.calibration.efficiency(
+            stage.family,
+            group_size=self.shape.group_size,
+            block_size=self.configuration.block_size,
+            dtype="fp8" if width <= 1 else "bf16",
+        )
+
+
+def layer_cost(
+    shape: AttentionShape,
+    workload: Workload,
+    configuration: Configuration,
+    gpu: Gpu,
+    *,
+    element_bytes: ElementBytes = BF16,
+    hidden_size: int | None = None,
+    calibration: Calibration | None = None,
+    efficiency_scale: float = 1.0,
+) -> LayerCost:
+    """Cost of `configuration` for one layer.
+
+    Args:
+        hidden_size: adds the projections of a learned indexer.
+        calibration: measured efficiencies of this GPU.
+        efficiency_scale: makes the sparse kernels so many times as efficient, never beyond their
+            bound; for questions of sensitivity. Dense attention is left alone.
+    """
+    values = values_of(shape, workload, configuration, element_bytes, hidden_size)
+    counts = [counted(f, values) for f in stage_formulas(configuration, workload)]
+    counts = [stage for stage in counts if stage.flops or stage.dram_bytes]
+    scale = efficiency_scale if runs_sparse(configuration, workload) else 1.0
+    call = _Call(shape, workload, configuration, gpu, element_bytes, calibration, scale)
+    bounds = [stage_bound(stage, gpu, element_bytes) for stage in counts]
+    times = _times(call, counts, bounds)
+    return LayerCost(
+        configuration,
+        tuple(
+            _stage_cost(stage, bound, time)
+            for stage, bound, time in zip(counts, bounds, times, strict=True)
+        ),
+        math.ceil(exact(kv_cache_bytes(), values)),
+        math.ceil(exact(index_cache_bytes(configuration), values)),
+    )
+
+
+def _stage_cost(stage: StageCounts, bound: StageBound, time: TimeEstimate) -> StageCost:
+    launch_ms = stage.launches * LAUNCH_US / 1e3
+    return StageCost(
+        stage.name,
+        stage.family,
+        stage.flops,
+        stage.dram_bytes,
+        stage.l2_bytes,
+        stage.workspace_bytes,
+        time,
+        "launch" if launch_ms > bound.ms else bound.binding,
+    )
+
+
+def _times(call: _Call, counts: list[StageCounts], bounds: list[StageBound]) -> list[TimeEstimate]:
+    known = [call.efficiency(stage) for stage in counts]
+    if all(known):
+        pairs = zip(counts, bounds, known, strict=True)
+        return [_calibrated(call, stage, bound, entry) for stage, bound, entry in pairs if entry]
+    if not runs_sparse(call.configuration, call.workload):
+        return [
+            _calibrated(call, stage, bound, entry) if entry else _dense_range(stage, bound)
+            for stage, bound, entry in zip(counts, bounds, known, strict=True)
+        ]
+    return _sparse_range(call, counts, bounds)
+
+
+def _calibrated(
+    call: _Call, stage: StageCounts, bound: StageBound, entry: FamilyEfficiency
+) -> TimeEstimate:
+    fixed_ms = entry.overhead_us / 1e3
+    efficiency = min(entry.efficiency * call.efficiency_scale, max(1.0, entry.efficiency))
+    work_ms = bound.ms * slowdown(stage, call.processors) / efficiency
+    expected = fixed_ms + work_ms
+    least = min(bound.ms, expected)
+    return TimeEstimate(
+        least,
+        max(expected * (1 - entry.error), least),
+        expected,
+        expected * (1 + entry.error),
+        Source.CALIBRATED,
+    )
+
+
+def slowdown(stage: StageCounts, processors: float | None) -> float:
+    """Factor of the last wave, or of the tail where blocks are shared out by how often they are
+    chosen."""
+    if stage.family.endswith("_attention"):
+        return imbalance_factor(stage.tiles, processors)
+    return wave_factor(stage.tiles, processors)
+
+
+def _dense_range(stage: StageCounts, bound: StageBound) -> TimeEstimate:
+    share = share_of_bound(stage.family)
+    launch_ms = stage.launches * LAUNCH_US / 1e3
+    return TimeEstimate(
+        bound.ms,
+        bound.ms / share.high + launch_ms,
+        bound.ms / share.middle + launch_ms,
+        bound.ms / share.low + launch_ms,
+        Source.BOUND,
+    )
+
+
+def _sparse_range(
+    call: _Call, counts: list[StageCounts], bounds: list[StageBound]
+) -> list[TimeEstimate]:
+    """The range of the speed-up, spread over the stages as their bounds are."""
+    dense = layer_cost(
+        call.shape,
+        call.workload,
+        DENSE,
+        call.gpu,
+        element_bytes=call.element_bytes,
+        calibration=call.calibration,
+    )
+    bound_ms = sum(bound.ms for bound in bounds)
+    low, expected, high = _speedup_range(call, counts, dense, bound_ms)
+    launch_ms = sum(stage.launches for stage in counts) * LAUNCH_US / 1e3
+    reference = dense.time.expected_ms
+
+    def spread(bound: StageBound) -> TimeEstimate:
+        share = bound.ms / bound_ms
+        return TimeEstimate(
+            bound.ms,
+            share * (reference / high + launch_ms),
+            share * (reference / expected + launch_ms),
+            share * (reference / low + launch_ms),
+            Source.BOUND,
+        )
+
+    return [spread(bound) for bound in bounds]
+
+
+def _speedup_range(
+    call: _Call, counts: list[StageCounts], dense: LayerCost, bound_ms: float
+) -> tuple[float, float, float]:
+    """Lowest, expected and highest speed-up; never above the ratio of the bounds."""
+    share = share_of_speedup(call.configuration, call.workload.phase)
+    if call.workload.phase is Phase.DECODE:
+        ratio = dense.dram_bytes / sum(stage.dram_bytes for stage in counts)
+    else:
+        ratio = dense.flops / sum(stage.flops for stage in counts)
+    most = dense.time.bound_ms / bound_ms
+    low, middle, high = (
+        min(part * ratio * call.efficiency_scale, most)
+        for part in (share.low, share.middle, share.high)
+    )
+    return low, middle, high
+
+
+def crossover_tokens(
+    shape: AttentionShape,
+    configuration: Configuration,
+    gpu: Gpu,
+    *,
+    phase: Phase,
+    batch: int = 1,
+    most_tokens: int = MOST_TOKENS,
+    element_bytes: ElementBytes = BF16,
+    hidden_size: int | None = None,
+    calibration: Calibration | None = None,
+    efficiency_scale: float = 1.0,
+) -> int | None:
+    """The shortest context from which on the configuration is expected to be faster than dense.
+
+    None when it is not faster at `most_tokens` either.
+    """
+
+    def cost(tokens: int, of: Configuration) -> float:
+        found = layer_cost(
+            shape,
+            Workload.of(phase, tokens, batch),
+            of,
+            gpu,
+            element_bytes=element_bytes,
+            hidden_size=hidden_size,
+            calibration=calibration,
+            efficiency_scale=efficiency_scale,
+        )
+        return found.time.expected_ms
+
+    return _last_crossing(lambda n: cost(n, configuration) < cost(n, DENSE), most_tokens)
+
+
+def _last_crossing(pays: Callable[[int], bool], most: int) -> int | None:
+    """The smallest n from which on `pays` holds, up to `most`; looked for from above."""
+    if not pays(most):
+        return None
+    above = most
+    while above > 1 and pays(max(int(above / 1.5), 1)):
+        above = max(int(above / 1.5), 1)
+    below = max(int(above / 1.5), 1)
+    if above == 1:
+        return 1
+    while above - below > 1:
+        middle = (above + below) // 2
+        above, below = (middle, below) if pays(middle) else (above, middle)
+    return above
