@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 
 from sparsify.errors import UsageError
 
-__all__ = ["check_gguf"]
+__all__ = ["check_gguf", "read_gguf_head"]
 
 STRING, ARRAY = 8, 9
 FORMATS = dict(zip((*range(8), 10, 11, 12), "BbHhIif?Qqd", strict=True))
@@ -28,9 +28,20 @@ def check_gguf(path: Path) -> None:
     Raises:
         UsageError: it is so; the message says what.
     """
+    read_gguf_head(path)
+
+
+def read_gguf_head(path: Path) -> tuple[dict[str, Any], dict[str, list[int]]]:
+    """Metadata by key (arrays are None) and shapes of tensors, checked as by `check_gguf`.
+
+    Raises:
+        UsageError: the file cannot be read or fails the check; the message says why.
+    """
     try:
         with path.open("rb") as handle:
             told, shapes = _Head(handle, path.stat().st_size).read()
+    except OSError as error:
+        raise UsageError(f"Cannot read {path}: {error.strerror}.") from None
     except (_Damaged, UnicodeDecodeError, RecursionError):
         raise UsageError(f"{path} is damaged: it ends early or holds no GGUF data.") from None
     kind = str(told.get("general.architecture"))
@@ -49,6 +60,7 @@ def check_gguf(path: Path) -> None:
             raise UsageError(
                 f"{path} is damaged: its {kind}.{name} is {size}, but it holds {held[name]}."
             )
+    return told, shapes
 
 
 class _Head:
