@@ -17,7 +17,7 @@ __all__ = ["EPSILON", "LARGE", "Group", "Option", "Point", "front", "undominated
 # EPSILON of the whole; below that it is exact. Where memory binds, fronts are compared in four
 # costs, pair by pair, so fewer points are kept.
 EPSILON = 1e-3
-LARGE = 4096
+LARGE = 1024
 LARGE_IN_MEMORY = 256
 
 _K = TypeVar("_K", bound=Hashable)
@@ -78,7 +78,8 @@ def undominated(
 
 
 def _by_loss(ordered: list[_T], costs: Callable[[_T], Costs]) -> list[_T]:
-    kept, least = [], float("inf")
+    kept: list[_T] = []
+    least = float("inf")
     for item in ordered:
         loss = costs(item)[1]
         if loss < least or not kept:

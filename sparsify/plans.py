@@ -17,9 +17,11 @@ from sparsify.ir import site_key
 
 __all__ = ["PLAN_SCHEMA", "LayerPlan", "Plan"]
 
-PLAN_SCHEMA = 1
+# Version 2 adds "estimate". A plan without one is written as version 1, which older versions read.
+PLAN_SCHEMA = 2
 LARGEST = 2**31 - 1  # as in policies
 FIELDS = {"schema", "model", "policy", "layers"}
+FIELDS_2 = FIELDS | {"estimate"}
 
 Method = Literal["moba", "msa", "dense"]
 Status = Literal["rewritten", "kept_dense", "refused"]
@@ -126,11 +128,14 @@ class Plan:
     """Decisions for all attention of a model, in execution order.
 
     `policy` is the policy they came from, in its JSON form; `model` names the model for people.
+    `estimate` is what the cost model says of the plan, where it was made for a GPU: the GPU, the
+    workload, times, notes; nothing is read from it when a model is rewritten.
     """
 
     layers: tuple[LayerPlan, ...]
     policy: dict[str, Any] = field(default_factory=dict)
     model: str = ""
+    estimate: dict[str, Any] = field(default_factory=dict)
 
     def __iter__(self) -> Iterator[LayerPlan]:
         return iter(self.layers)
@@ -149,12 +154,13 @@ class Plan:
 
     def to_json(self) -> dict[str, Any]:
         """The content of `plan.json`."""
-        return {
-            "schema": PLAN_SCHEMA,
+        data: dict[str, Any] = {
+            "schema": PLAN_SCHEMA if self.estimate else 1,
             "model": self.model,
             "policy": self.policy,
             "layers": [layer.to_json() for layer in self.layers],
         }
+        return {**data, "estimate": self.estimate} if self.estimate else data
 
     @classmethod
     def from_json(cls, data: Any) -> Self:
@@ -173,16 +179,20 @@ class Plan:
                 f"The plan has schema {schema}, this version reads up to {PLAN_SCHEMA}.",
                 "Update sparsify-attention.",
             )
-        if set(data) - FIELDS:
-            raise ArtefactError(f"The plan has unknown fields: {_names(data, FIELDS)}.")
+        known = FIELDS if schema == 1 else FIELDS_2
+        if set(data) - known:
+            raise ArtefactError(f"The plan has unknown fields: {_names(data, known)}.")
         policy, model = data.get("policy", {}), data.get("model", "")
         if not isinstance(policy, dict) or not isinstance(model, str):
             raise ArtefactError('Not a plan: "policy" must be an object and "model" a text.')
+        estimate = data.get("estimate", {})
+        if not isinstance(estimate, dict):
+            raise ArtefactError('Not a plan: "estimate" must be an object.')
         layers = tuple(LayerPlan.from_json(layer) for layer in data["layers"])
         keys = [layer.key for layer in layers]
         if len(set(keys)) != len(keys):
             raise ArtefactError("The plan names a site twice.")
-        return cls(layers, policy, model)
+        return cls(layers, policy, model, estimate)
 
     @classmethod
     def load(cls, path: str | Path) -> Self:

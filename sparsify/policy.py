@@ -101,10 +101,13 @@ class Dense(FrozenModel):
 
 
 class Auto(FrozenModel):
-    """Let the cost model choose method, block size and topk for a GPU."""
+    """Let the cost model choose method, block size and topk for a GPU, a context in tokens, and
+    what the model does there. What `sparsify.plan` is told wins over these."""
 
     name: Literal["auto"] = "auto"
     gpu: str | None = None
+    context: PositiveInt | None = None
+    phase: Literal["prefill", "decode", "training"] | None = None
 
 
 Method = Annotated[
@@ -258,9 +261,27 @@ class Policy(FrozenModel):
         return cls.from_json({"method": {"name": "dense"}, **rules})
 
     @classmethod
-    def auto(cls, *, gpu: str | None = None, **rules: Any) -> Policy:
-        """Let the cost model choose."""
-        return cls.from_json({"method": {"name": "auto", "gpu": gpu}, **rules})
+    def auto(
+        cls,
+        *,
+        gpu: str | None = None,
+        context: int | None = None,
+        phase: Literal["prefill", "decode", "training"] | None = None,
+        **rules: Any,
+    ) -> Policy:
+        """Let the cost model choose for a GPU and a context, except as `rules` say.
+
+        Raises:
+            UsageError: a value that cannot be.
+        """
+        method = {"name": "auto", "gpu": gpu, "context": context, "phase": phase}
+        return cls.from_json({"method": method, **rules})
+
+    @property
+    def autos(self) -> tuple[Auto, ...]:
+        """Every place where the cost model is to choose."""
+        methods = (self.method, *(rule.method for rule in self.layers))
+        return tuple(method for method in methods if isinstance(method, Auto))
 
     @classmethod
     def from_json(cls, data: Any) -> Policy:

@@ -18,6 +18,9 @@ PLAN = Plan((LAYER,), {}, "m")
         ({"schema": "1"}, "Not a plan: schema is '1'"),
         ({"schema": PLAN_SCHEMA + 1}, "Update sparsify-attention"),
         ({"layres": [], "extra": 1}, "The plan has unknown fields: extra, layres"),
+        ({"estimate": {}}, "The plan has unknown fields: estimate"),
+        ({"schema": 2, "estimate": []}, '"estimate" must be an object'),
+        ({"schema": 2, "estimates": {}}, "The plan has unknown fields: estimates"),
         ({"layers": [1]}, "A layer of the plan is 1; expected an object"),
         ({"layers": [LAYER.to_json() | {"size": 1}]}, "has unknown fields: size"),
         ({"layers": [LAYER.to_json() | {"topk": 0}]}, "from 1 to 2147483647"),
@@ -39,3 +42,12 @@ def test_right_plans_are_read(tmp_path, change):
     wanted = Plan((LayerPlan.from_json(LAYER.to_json() | change),), {}, "m")
     path.write_text(json.dumps(wanted.to_json()))
     assert Plan.load(path) == wanted
+
+
+def test_only_plans_with_an_estimate_need_the_newer_schema(tmp_path):
+    assert PLAN.to_json()["schema"] == 1 and "estimate" not in PLAN.to_json()
+    with_estimate = Plan(PLAN.layers, {}, "m", {"gpu": "G"})
+    assert with_estimate.to_json()["schema"] == PLAN_SCHEMA == 2
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(with_estimate.to_json()))
+    assert Plan.load(path) == with_estimate != PLAN
