@@ -63,22 +63,23 @@ class FamilyEfficiency(FrozenModel):
 class Calibration(FrozenModel):
     """All that was measured on one GPU."""
 
-    schema_version: PositiveInt = Field(alias="schema")
     gpu: str = Field(min_length=1)
     date: str = Field(min_length=1)
-    software: dict[str, str] = {}
+    software: dict[str, str] = Field(default_factory=dict)
     source: str = Field(min_length=1)
     families: tuple[FamilyEfficiency, ...]
 
     @model_validator(mode="after")
-    def _is_readable(self) -> Calibration:
-        if self.schema_version > SCHEMA:
-            raise fault(f"has schema {self.schema_version}; this version reads up to {SCHEMA}")
+    def _has_no_doubles(self) -> Calibration:
         keys = [(f.family, f.dtype, f.group_size, f.block_size) for f in self.families]
         twice = next((key for key in keys if keys.count(key) > 1), None)
         if twice is not None:
             raise fault(f"has two entries for {twice[0]} with the same dtype, group and block")
         return self
+
+    def to_json(self) -> dict[str, Any]:
+        """The content of a calibration file."""
+        return {"schema": SCHEMA, **self.model_dump(mode="json")}
 
     def efficiency(
         self, family: str, *, group_size: int, block_size: int = 0, dtype: str = "bf16"
@@ -129,6 +130,7 @@ def load_calibration(path: str | Path, gpu: Gpu | None = None) -> Calibration:
         UsageError: missing, malformed, of a newer schema, or of another GPU.
     """
     data = read_document(path, "calibration")
+    _check_schema(data.pop("schema", None), path)
     try:
         found = Calibration(**{str(key): value for key, value in data.items()})
     except UsageError as error:
@@ -136,6 +138,16 @@ def load_calibration(path: str | Path, gpu: Gpu | None = None) -> Calibration:
     if gpu is not None and found.gpu != gpu.name:
         raise UsageError(f"The calibration {path} was measured on {found.gpu}, not on {gpu.name}.")
     return found
+
+
+def _check_schema(schema: Any, path: str | Path) -> None:
+    if isinstance(schema, bool) or not isinstance(schema, int) or schema < 1:
+        raise UsageError(f"{path} is not a calibration: its schema is {schema!r}.")
+    if schema > SCHEMA:
+        raise UsageError(
+            f"The calibration {path} has schema {schema}, this version reads up to {SCHEMA}.",
+            "Update sparsify-attention.",
+        )
 
 
 def packaged_calibration(gpu: Gpu) -> Calibration | None:

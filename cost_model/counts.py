@@ -111,11 +111,20 @@ def values_of(
 
 def counted(formula: StageFormula, values: Values) -> StageCounts:
     """The numbers of a stage, exact: integers, bytes of broken elements rounded up."""
-    parts = (formula.flops, formula.dram_bytes, formula.l2_bytes, formula.workspace_bytes)
-    numbers = [math.ceil(exact(part, values)) for part in parts]
-    tiles = None if formula.tiles is None else math.ceil(exact(formula.tiles, values))
+
+    def number(part: sympy.Expr) -> int:
+        return math.ceil(exact(part, values))
+
     return StageCounts(
-        formula.name, formula.family, *numbers, formula.launches, tiles, formula.on_index
+        name=formula.name,
+        family=formula.family,
+        flops=number(formula.flops),
+        dram_bytes=number(formula.dram_bytes),
+        l2_bytes=number(formula.l2_bytes),
+        workspace_bytes=number(formula.workspace_bytes),
+        launches=formula.launches,
+        tiles=None if formula.tiles is None else number(formula.tiles),
+        on_index=formula.on_index,
     )
 
 

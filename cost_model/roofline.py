@@ -55,7 +55,7 @@ def stage_bound(stage: StageCounts, gpu: Gpu, element_bytes: ElementBytes) -> St
 
 
 def _flops_per_s(stage: StageCounts, gpu: Gpu, element_bytes: ElementBytes) -> float:
-    """Products run at the rate of their widest operand; float32 at half the bfloat16 rate (TF32)."""
+    """Products run at the rate of their widest operand; float32 at half of bfloat16 (TF32)."""
     widest = max(element_bytes.query, element_bytes.key, element_bytes.value)
     if stage.on_index:
         widest = element_bytes.index
