@@ -1,0 +1,116 @@
+"""Options of `estimate` and `compare`, and how their values are read."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from sparsify.cli.options import parse_sizes
+from sparsify.errors import UsageError
+
+if TYPE_CHECKING:
+    from sparsify.cost_model.workload import ElementBytes
+
+__all__ = [
+    "BATCH",
+    "Calibrated",
+    "Contexts",
+    "ElementType",
+    "IndexType",
+    "KvType",
+    "ModelOrConfig",
+    "PhaseName",
+    "Phases",
+    "PolicyName",
+    "TensorParallel",
+    "element_bytes",
+    "parse_contexts",
+    "whole_number",
+]
+
+MOST_TOKENS = 1 << 30
+MOST_BATCH = 1 << 20
+
+
+class PhaseName(StrEnum):
+    """What the model does."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    TRAINING = "training"
+
+
+class ElementType(StrEnum):
+    """Types of the elements of caches."""
+
+    BF16 = "bf16"
+    FP16 = "fp16"
+    FP32 = "fp32"
+    FP8 = "fp8"
+    INT8 = "int8"
+
+
+BYTES = {"bf16": 2.0, "fp16": 2.0, "fp32": 4.0, "fp8": 1.0, "int8": 1.0}
+
+ModelOrConfig = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help="A config.json or a folder that holds one, a .gguf file, the id of a model in the "
+        "local Hugging Face cache, or package.module:factory. No weights are read.",
+        show_default=False,
+    ),
+]
+Contexts = Annotated[
+    str, typer.Option("--context", metavar="SIZES", help="Contexts in tokens: 32k,128k,1m.")
+]
+Phases = Annotated[PhaseName, typer.Option("--phase", help="What the model does.")]
+BATCH = Annotated[int, typer.Option("--batch", help="Sequences at a time.")]
+PolicyName = Annotated[
+    str | None,
+    typer.Option("--policy", metavar="NAME|FILE", help="What is made sparse: a preset or a file."),
+]
+TensorParallel = Annotated[
+    int, typer.Option("--tensor-parallel", metavar="N", help="GPUs that share every layer.")
+]
+KvType = Annotated[ElementType, typer.Option("--kv-dtype", help="Elements of the KV cache.")]
+IndexType = Annotated[
+    ElementType, typer.Option("--index-dtype", help="Elements of the index keys of MSA.")
+]
+Calibrated = Annotated[
+    str | None,
+    typer.Option("--calibration", metavar="FILE", help="Efficiencies measured on that GPU."),
+]
+
+
+def parse_contexts(text: str) -> list[int]:
+    """The contexts, each once, in the order given.
+
+    Raises:
+        UsageError: one is no size, or beyond what anybody computes.
+    """
+    found = list(dict.fromkeys(parse_sizes(text, "--context")))
+    for size in found:
+        if size > MOST_TOKENS:
+            raise UsageError(f"--context is {size:,} tokens; at most {MOST_TOKENS:,} make sense.")
+    return found
+
+
+def whole_number(value: int, what: str) -> int:
+    """A count from the command line.
+
+    Raises:
+        UsageError: less than 1, or absurdly many.
+    """
+    if not 1 <= value <= MOST_BATCH:
+        raise UsageError(f"{what} is {value}; expected a number from 1 to {MOST_BATCH:,}.")
+    return value
+
+
+def element_bytes(kv: ElementType, index: ElementType) -> ElementBytes:
+    """Bytes per element of every tensor."""
+    from sparsify.cost_model.workload import ElementBytes
+
+    return ElementBytes(key=BYTES[kv], value=BYTES[kv], index=BYTES[index])
