@@ -8,7 +8,7 @@ argument of FlashMoBA, arXiv 2511.11571).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from sparsify.cost_model.calibration import Calibration
@@ -228,16 +228,23 @@ def quality_order(configuration: Configuration) -> tuple[int, int]:
 
 
 def best_in_order(
-    totals_ms: Mapping[Configuration, float], *, near: float = NEAR_FASTEST
+    totals_ms: Mapping[Configuration, float], *, most_ms: float | None = None
 ) -> Configuration | None:
-    """Of the configurations within `near` of the fastest total, the last in `quality_order`.
+    """Of the configurations within `NEAR_FASTEST` of the fastest total, the last in
+    `quality_order`; None without any.
 
     Configurations that read fewer than `LEAST_BUDGET_TOKENS` do not take part. Of equally good ones
     the fastest is taken.
+
+    Args:
+        most_ms: a total that must not be exceeded, where one of them keeps it.
     """
     totals = {c: ms for c, ms in totals_ms.items() if c.block_size * c.topk >= LEAST_BUDGET_TOKENS}
     if not totals:
         return None
-    limit = near * min(totals.values())
-    close: Sequence[Configuration] = [c for c, ms in totals.items() if ms <= limit]
+    fastest = min(totals.values())
+    limit = NEAR_FASTEST * fastest
+    if most_ms is not None:
+        limit = min(limit, max(most_ms, fastest))
+    close = [c for c, ms in totals.items() if ms <= limit]
     return max(close, key=lambda c: (quality_order(c), -totals[c]))
