@@ -1,6 +1,6 @@
 """Where a policy meets the sites that were found: one decision per site, and the report of it.
 
-The only module that joins the facts of `passes` with the figures of `cost_model`.
+What a GPU makes of the decisions is `planning`'s.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ import fnmatch
 import logging
 import re
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
-from sparsify.pair_counts import attended_pairs, dense_pairs
 from sparsify.errors import CaptureError, NothingToDoError, UsageError
 from sparsify.ir import AttentionSite, Refusal, site_key, site_name
+from sparsify.pair_counts import attended_pairs, dense_pairs
 from sparsify.plans import LayerPlan, Plan
 from sparsify.policy import MSA, Auto, Dense, LayerRule, MoBA, Policy
 from sparsify.report import PairCount, SiteReport, SparsifyReport, VerificationReport
@@ -21,16 +21,37 @@ from sparsify.versions import package_versions
 
 __all__ = [
     "CONTEXTS",
+    "Choice",
+    "apply_rules",
     "build_report",
     "check_plan",
     "execution_order",
+    "layer_plan",
     "make_plan",
     "planned_pairs",
+    "refuse_unproved",
+    "rewritten_layer",
 ]
 
 CONTEXTS = (4096, 32_768, 131_072)
 
 Found = AttentionSite | Refusal
+
+
+class Named(Protocol):
+    """Attention that has a place in the model."""
+
+    @property
+    def fqn(self) -> str:
+        """Path of its module."""
+        ...
+
+    @property
+    def ordinal(self) -> int:
+        """Its number inside the module."""
+        ...
+
+
 _log = logging.getLogger(__name__)
 
 
@@ -49,17 +70,18 @@ def make_plan(
 
     Raises:
         NothingToDoError: there is no attention.
-        UsageError: a layer rule matches nothing, or `Auto` is asked for.
+        UsageError: a layer rule matches nothing, or `Auto` is asked for, which needs a GPU
+            (`sparsify.planning`).
         CaptureError: `on_unproved="error"` and a site that the policy would rewrite was refused.
     """
     found = execution_order(sites, refusals, order)
     if not found:
         raise NothingToDoError(f"No attention was found in {model or 'the model'}.")
-    choices = _apply_rules(policy, found)
+    choices = apply_rules(policy, found)
     if policy.on_unproved == "error":
-        _refuse_unproved(found, choices)
+        refuse_unproved(found, choices)
     layers = [
-        _layer(policy, item, method, because)
+        layer_plan(policy, item, method, because)
         for item, (method, because) in zip(found, choices, strict=True)
     ]
     return Plan(tuple(layers), policy.to_json(), model)
@@ -144,11 +166,16 @@ def planned_pairs(layer: LayerPlan, q_heads: int, context: int) -> PairCount:
     return PairCount(context, dense, attended * q_heads)
 
 
-Choice = tuple[MoBA | MSA | Dense | Auto, str]
+Method = MoBA | MSA | Dense | Auto
+Choice = tuple[Method, str]
 
 
-def _apply_rules(policy: Policy, found: Sequence[Found]) -> list[Choice]:
-    """Method and its origin for every site; the first matching rule wins."""
+def apply_rules(policy: Policy, found: Sequence[Named]) -> list[Choice]:
+    """Method and its origin for every site; the first matching rule wins.
+
+    Raises:
+        UsageError: a rule matches nothing.
+    """
     choices: list[Choice | None] = [None] * len(found)
     for rule in policy.layers:
         hits = [index for index, item in enumerate(found) if _matches(rule, index, item, found)]
@@ -168,7 +195,7 @@ def _apply_rules(policy: Policy, found: Sequence[Found]) -> list[Choice]:
     return [choice or default for choice in choices]
 
 
-def _matches(rule: LayerRule, index: int, item: Found, found: Sequence[Found]) -> bool:
+def _matches(rule: LayerRule, index: int, item: Named, found: Sequence[Named]) -> bool:
     indices = rule.indices(len(found))
     if indices is not None:
         return index in indices
@@ -178,12 +205,17 @@ def _matches(rule: LayerRule, index: int, item: Found, found: Sequence[Found]) -
     return any(fnmatch.fnmatchcase(name, rule.match) for name in names)
 
 
-def _shown(found: Sequence[Found], most: int = 3) -> str:
+def _shown(found: Sequence[Named], most: int = 3) -> str:
     names = [site_name(item.fqn, item.ordinal) for item in found]
     return ", ".join(names[:most]) + (", ..." if len(names) > most else "")
 
 
-def _refuse_unproved(found: Sequence[Found], choices: Sequence[Choice]) -> None:
+def refuse_unproved(found: Sequence[Named], choices: Sequence[Choice]) -> None:
+    """Under `on_unproved: error`.
+
+    Raises:
+        CaptureError: a site that would be rewritten was refused.
+    """
     unproved = [
         f"{site_name(item.fqn, item.ordinal)} ({item.code}: {item.message})"
         for item, (method, _) in zip(found, choices, strict=True)
@@ -198,28 +230,44 @@ def _refuse_unproved(found: Sequence[Found], choices: Sequence[Choice]) -> None:
         )
 
 
-def _layer(policy: Policy, item: Found, method: Any, because: str) -> LayerPlan:
+def layer_plan(policy: Policy, item: Named, method: Method, because: str) -> LayerPlan:
+    """The decision for one attention; `because` says where the method comes from.
+
+    Raises:
+        UsageError: the method is `Auto`, which needs a GPU to choose for.
+    """
     if isinstance(method, Auto):
-        raise UsageError("Policy.auto needs the cost model, which this version does not have yet.")
+        raise UsageError(
+            "Policy.auto needs a GPU and a context to choose for.",
+            "Run `sparsify plan MODEL --policy auto --gpu h200 --context 128k -o plan.json` "
+            "(sparsify.plan in Python), or name both in the policy.",
+        )
     if isinstance(item, Refusal):
         reason = f"{item.code}: {item.message}"
         return LayerPlan(item.fqn, item.ordinal, "dense", "refused", reason)
     if isinstance(method, Dense):
         return LayerPlan(item.fqn, item.ordinal, "dense", "kept_dense", f"dense {because}")
-    is_msa = isinstance(method, MSA)
+    return rewritten_layer(item, method, _reason(method, because), policy.min_context)
+
+
+def rewritten_layer(
+    item: Named, method: MoBA | MSA, reason: str, min_context: int = 0
+) -> LayerPlan:
+    """The decision to rewrite a site."""
+    msa = method if isinstance(method, MSA) else None
     return LayerPlan(
         fqn=item.fqn,
         ordinal=item.ordinal,
         method=method.name,
         status="rewritten",
-        reason=_reason(method, because),
+        reason=reason,
         block_size=method.block_size,
         topk=method.topk,
         decode=method.decode,
-        min_context=policy.min_context,
-        indexer=method.indexer if is_msa else None,
-        index_dim=method.index_dim if is_msa else None,
-        local=method.local if is_msa else "inside",
+        min_context=min_context,
+        indexer=msa.indexer if msa else None,
+        index_dim=msa.index_dim if msa else None,
+        local=msa.local if msa else "inside",
     )
 
 

@@ -145,11 +145,11 @@ def test_globs_do_not_run_over_brackets_or_case():
     assert rewritten(plan) == ["0"]
 
 
-def test_auto_waits_for_the_cost_model():
-    with pytest.raises(UsageError, match="needs the cost model, which this version does not have"):
+def test_auto_needs_a_gpu_and_a_context():
+    with pytest.raises(UsageError, match="needs a GPU and a context"):
         make_plan(Policy.auto(), make_sites(1), [])
     rules = [{"match": "0", "method": "auto"}]
-    with pytest.raises(UsageError, match="cost model"):
+    with pytest.raises(UsageError, match="needs a GPU and a context"):
         make_plan(Policy.moba(**MOBA, layers=rules), make_sites(2), [])
 
 
