@@ -18,6 +18,7 @@ from sparsify.cost_model.search import (
     Candidate,
     Situation,
     best_in_order,
+    may_be_chosen,
     quality_order,
 )
 from sparsify.cost_model.workload import AttentionShape
@@ -55,8 +56,8 @@ class FrontPoint:
 class Choice:
     """The configuration of every layer, by key; DENSE where nothing serves.
 
-    `fastest_ms` is the expected time of the fastest plan, without regard to quality. `kept` says
-    whether the quality asked for was kept; `best_recall` what the best sparse layer keeps.
+    `fastest_ms` is the expected time of the fastest plan that may be chosen. `kept` says whether
+    the quality asked for was kept; `best_recall` what the best sparse layer keeps.
     """
 
     picks: dict[str, Configuration]
@@ -130,8 +131,8 @@ def _by_order(task: _Task) -> Choice:
 
     totals = {c: total(c) for c in every if _fits(c, by_shape, counts, task.free_bytes)}
     dense = task.other_ms + sum(task.dense_ms[shape] * n for shape, n in counts.items())
-    fastest = min((*totals.values(), dense))
     best = best_in_order(totals, most_ms=task.most_ms)
+    fastest = min((*(totals[c] for c in totals if may_be_chosen(c)), dense))
     picks = {
         layer.key: best if best is not None and best in by_shape[layer.shape] else DENSE
         for layer in task.layers
@@ -184,9 +185,10 @@ def _by_loss(task: _Task, least_recall: float | None) -> Choice:
     # Recall is a mean over the sparse layers: each adds what it loses beyond the budget.
     _, groups = _groups(task, 1 - least_recall)
     keeping = [p for p in front(groups, memory_bytes=task.free_bytes) if p.loss <= ROUNDING]
-    found = _spread(min(keeping, key=lambda p: p.time_ms), keys)
+    first = min(keeping, key=lambda p: p.time_ms)
+    found = _spread(first, keys)
     kept = any(c.sparse for c in found.values()) or not any(task.usable(s) for s in task.candidates)
-    return Choice(found, shown, fastest, kept, best)
+    return Choice(found, shown, task.other_ms + first.time_ms, kept, best)
 
 
 Keys = list[list[str]]

@@ -28,6 +28,7 @@ __all__ = [
     "candidates",
     "examine",
     "grid",
+    "may_be_chosen",
     "obstacles",
     "quality_order",
 ]
@@ -225,6 +226,11 @@ def quality_order(configuration: Configuration) -> tuple[int, int]:
     """Sorts from worse to better: by tokens read, then the smaller block. An order, no measure."""
     budget = configuration.block_size * configuration.topk
     return budget, -configuration.block_size
+
+
+def may_be_chosen(configuration: Configuration) -> bool:
+    """Whether it reads enough to be taken unmeasured."""
+    return configuration.block_size * configuration.topk >= LEAST_BUDGET_TOKENS
 
 
 def best_in_order(

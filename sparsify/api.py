@@ -10,7 +10,11 @@ from typing import Any
 import torch
 
 from sparsify import planner
+from sparsify.cost_model.model_shape import ModelShape
 from sparsify.errors import NothingToDoError, UsageError
+from sparsify.estimate_report import Estimate
+from sparsify.gpu_plans import Request, plan_model
+from sparsify.graph_shape import graph_shape
 from sparsify.hosts.graph import Proved, agreed
 from sparsify.ir import AttentionSite, Refusal, site_key
 from sparsify.passes.examples import is_transformers_model
@@ -22,6 +26,7 @@ from sparsify.rewriting import apply_plan, capture_programs, chosen_host, export
 __all__ = [
     "Inspection",
     "Result",
+    "estimate",
     "expected_layers",
     "export",
     "inspect",
@@ -158,18 +163,89 @@ def plan(
     policy: Policy,
     args: Sequence[Any] | None = None,
     kwargs: dict[str, Any] | None = None,
+    *,
+    gpu: str | None = None,
+    context: int | None = None,
+    batch: int = 1,
+    phase: str | None = None,
+    samples: Any = None,
+    tokenizer: Any = None,
+    tensor_parallel: int = 1,
+    min_speedup: float | None = None,
+    progress: Progress | None = None,
 ) -> Plan:
-    """Decide what to do at every site under `policy`.
+    """Decide what to do at every site under `policy`; with a GPU and a context, also where it pays.
+
+    Args:
+        gpu, context, batch, phase, tensor_parallel: the call to plan for: a GPU's name or file,
+            tokens, sequences, "prefill" (default), "decode" or "training", and how many GPUs share
+            the model. Layers where dense is faster stay dense; the others become sparse from the
+            context on where that pays. `Policy.auto` needs GPU and context, here or in itself.
+        samples, tokenizer: texts (or token ids) to measure score recall on. Without, `Policy.auto`
+            only knows an order of quality. Needs the model itself, not its inspection.
+        min_speedup: expected end to end, or it is an error.
 
     Raises:
-        UsageError: a rule of the policy matches no site.
+        UsageError: a rule of the policy matches no site, or GPU, context or samples are missing.
         NothingToDoError: there is no attention at all.
         CaptureError: `on_unproved="error"` and a site was refused.
+        UnknownGpuError: no figures are known for the GPU.
+        InfeasibleError: memory, speed-up or quality budget cannot be met.
     """
     _must_be(policy, Policy, "policy", A_POLICY)
+    request = Request(gpu, context, batch, phase, tensor_parallel, min_speedup)
     found = model if isinstance(model, Inspection) else inspect(model, args, kwargs)
-    return planner.make_plan(
-        policy, found.sites, found.refusals, model=found.model, order=found.order or None
+    if samples is None and not request.names_a_target(policy):
+        return planner.make_plan(
+            policy, found.sites, found.refusals, model=found.model, order=found.order or None
+        )
+    module = None if isinstance(model, Inspection) else model
+    options = {"samples": samples, "tokenizer": tokenizer, "progress": progress}
+    return plan_model(module, found, policy, request, **options).plan
+
+
+def estimate(
+    model: Any,
+    policy: Any = None,
+    *,
+    args: Sequence[Any] | None = None,
+    kwargs: dict[str, Any] | None = None,
+    **options: Any,
+) -> Estimate:
+    """Estimate what a policy makes of the speed and memory of a model on a GPU.
+
+    Args:
+        model: a module or an `Inspection`, whose captured graph is read; or a config.json (its
+            path or fields), a folder, a .gguf file or a cached id, of which no weights are read.
+        policy: a policy, a plan or configurations; by default the published configurations.
+        args, kwargs: example inputs of a module's forward.
+        options: of `sparsify.estimates.estimate`, above all `gpu`, `context` and `phase`.
+
+    Raises:
+        UsageError: something is missing or makes no sense.
+        UnknownGpuError: no figures are known for the GPU.
+        NothingToDoError: the model has no full attention.
+        CaptureError: the module cannot be captured.
+    """
+    from sparsify import estimates
+
+    longest = None
+    if isinstance(model, torch.nn.Module):
+        longest = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+        model = inspect(model, args, kwargs)
+    if isinstance(model, Inspection):
+        model = _shape_of(model, longest)
+    return estimates.estimate(model, policy, **options)
+
+
+def _shape_of(found: Inspection, longest: Any) -> ModelShape:
+    """What was captured as the cost model sees it; `longest` is the context it is made for."""
+    if not found.programs:
+        raise UsageError("The inspection holds no captured program.", "Inspect the model anew.")
+    captured = found.programs[0].captured
+    shape = graph_shape(captured, found.sites, found.refusals, name=found.model)
+    return dataclasses.replace(
+        shape, max_context_tokens=longest if isinstance(longest, int) and longest > 0 else None
     )
 
 
@@ -220,9 +296,7 @@ def sparsify(
     )
     if plan is None:
         assert policy is not None
-        plan = planner.make_plan(
-            policy, found.sites, found.refusals, model=found.model, order=found.order or None
-        )
+        plan = _plan_of(model, found, policy)
     else:
         planner.check_plan(plan, found.sites, found.refusals)
     if not plan.rewritten:
@@ -344,6 +418,15 @@ def expected_layers(model: torch.nn.Module) -> int | None:
         return sum("attention" in kind and "linear" not in kind for kind in kinds)
     count = getattr(config, "num_hidden_layers", None)
     return count if isinstance(count, int) else None
+
+
+def _plan_of(model: torch.nn.Module, found: Inspection, policy: Policy) -> Plan:
+    """The policy's plan; where it is `Auto`, for the GPU and context that it names."""
+    if policy.autos:
+        return plan_model(model, found, policy, Request()).plan
+    return planner.make_plan(
+        policy, found.sites, found.refusals, model=found.model, order=found.order or None
+    )
 
 
 def _why_nothing(plan: Plan) -> str:

@@ -161,7 +161,7 @@ def _kept(part: SiteCall, mass_HRS: torch.Tensor, configuration: Configuration) 
     size, n_S = configuration.block_size, mass_HRS.shape[2]
     n_N = -(-n_S // size)
     padded = torch.nn.functional.pad(mass_HRS, (0, n_N * size - n_S))
-    mass_HRN = padded.unflatten(-1, (n_N, size)).sum(-1)
+    mass_HRN = padded.view(*padded.shape[:2], n_N, size).sum(-1)
     # Empty places read a block of no mass behind the others.
     mass_HRN = torch.nn.functional.pad(mass_HRN, (0, 1))
     index_HRK = lists_HRK.long().masked_fill(lists_HRK < 0, n_N)
