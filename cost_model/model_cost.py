@@ -137,13 +137,17 @@ class ModelCost:
                 yield f"{shape.name}/{index} {operation.name}", operation
         yield self.head.name, self.head
 
-    def _operations(self) -> Iterator[tuple[Operation, int]]:
-        """Operations with how often they run."""
-        yield self.embedding, 1
+    def distinct_layers(self) -> Iterator[tuple[LayerOperations, int]]:
+        """Layers that were costed once, with how many of the model's layers they stand for."""
         counts: dict[int, tuple[LayerOperations, int]] = {}
         for layer in self.layers:
             counts[id(layer)] = (layer, counts.get(id(layer), (layer, 0))[1] + 1)
-        for layer, count in counts.values():
+        yield from counts.values()
+
+    def _operations(self) -> Iterator[tuple[Operation, int]]:
+        """Operations with how often they run."""
+        yield self.embedding, 1
+        for layer, count in self.distinct_layers():
             for operation in layer.operations:
                 yield operation, count
         yield self.head, 1
@@ -195,7 +199,7 @@ def model_cost(
 
 
 def _choice(layer: LayerShape, configurations: Configurations) -> Configuration:
-    if layer.kind != "attention":
+    if layer.kind != "attention" or layer.fixed:
         return DENSE
     if isinstance(configurations, Configuration):
         return configurations

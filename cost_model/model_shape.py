@@ -40,7 +40,8 @@ class LayerShape:
     Counts of weights: `qkv_params` of the projections in front of the attention, `output_params` of
     the one behind it, `mlp_params` of what every token passes (MLP, shared experts, router),
     `other_params` of what costs no products (norms, biases). A recurrent layer holds
-    `state_elements` numbers per sequence instead of keys and values.
+    `state_elements` numbers per sequence instead of keys and values. A `fixed` layer cannot be made
+    sparse although it attends to everything: nothing was proved of it.
     """
 
     name: str
@@ -53,6 +54,7 @@ class LayerShape:
     experts: Experts | None = None
     other_params: int = 0
     state_elements: int = 0
+    fixed: bool = False
 
     @property
     def gemm_params(self) -> int:
@@ -144,7 +146,9 @@ class ModelShape:
     @property
     def full_attention_layers(self) -> tuple[LayerShape, ...]:
         """Layers that a policy can make sparse: attention to all earlier tokens."""
-        return tuple(layer for layer in self.layers if layer.kind == "attention")
+        return tuple(
+            layer for layer in self.layers if layer.kind == "attention" and not layer.fixed
+        )
 
     def count(self, kind: Kind) -> int:
         """How many layers are of that kind."""

@@ -1,0 +1,68 @@
+"""What a method can gain at most, however long the context and however good its kernels.
+
+Selecting costs something for every key: index products in prefill and training, index keys in
+decode. Dense attention over that is a limit (`published.flop_limit` is the prefill one in closed
+form).
+"""
+
+from __future__ import annotations
+
+import math
+
+from sparsify.cost_model.configuration import Configuration
+from sparsify.cost_model.hardware import Gpu
+from sparsify.cost_model.workload import AttentionShape, ElementBytes, Phase
+
+__all__ = ["speedup_limit"]
+
+
+def speedup_limit(
+    configuration: Configuration,
+    shape: AttentionShape,
+    phase: Phase,
+    gpu: Gpu,
+    element_bytes: ElementBytes,
+) -> float:
+    """The limit of the speed-up over dense attention; infinite for dense itself.
+
+    Llama-3.1-8B in prefill: 8 for MSA with a learned index of 128, and 8 with the proxy.
+    """
+    if not configuration.sparse:
+        return math.inf
+    if phase is Phase.DECODE:
+        return _read_limit(configuration, shape, element_bytes)
+    return _product_limit(configuration, shape, gpu, element_bytes)
+
+
+def _product_limit(
+    configuration: Configuration, shape: AttentionShape, gpu: Gpu, element_bytes: ElementBytes
+) -> float:
+    dense = shape.q_heads * (shape.head_dim + shape.value_dim)
+    if configuration.method == "moba":
+        return dense * configuration.block_size / (shape.q_heads * shape.head_dim)
+    index = shape.kv_heads * (configuration.index_dim or shape.head_dim)
+    learned = configuration.indexer == "learned"
+    index_bytes = element_bytes.index if learned else element_bytes.key
+    return dense / index * _rate(index_bytes, gpu) / _rate(element_bytes.key, gpu)
+
+
+def _rate(width: float, gpu: Gpu) -> float:
+    """Products of elements of one byte run at the fp8 rate, those of four at TF32's."""
+    if width > 2:
+        return gpu.flops_per_s("bf16") / 2
+    return gpu.flops_per_s("fp8" if width <= 1 else "bf16")
+
+
+def _read_limit(
+    configuration: Configuration, shape: AttentionShape, element_bytes: ElementBytes
+) -> float:
+    """Bytes of keys and values over those that selecting reads, per cached token."""
+    if configuration.decode == "dense":
+        return 1.0
+    keys = shape.kv_heads * shape.head_dim * element_bytes.key
+    rows = keys + shape.kv_heads * shape.value_dim * element_bytes.value
+    if configuration.method == "moba":
+        return rows * configuration.block_size / keys
+    if configuration.indexer == "learned":
+        return rows / ((configuration.index_dim or shape.head_dim) * element_bytes.index)
+    return rows / keys
