@@ -17,6 +17,7 @@ from sparsify.cost_model.hardware import Gpu
 from sparsify.cost_model.linear_cost import Operation, OperationKind
 from sparsify.cost_model.model_layers import LayerOperations, LayerPricer
 from sparsify.cost_model.model_shape import LayerShape, ModelShape
+from sparsify.cost_model.stages import runs_sparse
 from sparsify.cost_model.times import TimeEstimate
 from sparsify.cost_model.workload import ElementBytes, Phase, Workload
 
@@ -63,6 +64,16 @@ class ModelCost:
     def attention(self) -> TimeEstimate:
         """Attention of all layers, windows and index included, projections not."""
         return self._time("attention")
+
+    @cached_property
+    def sparse_attention(self) -> TimeEstimate:
+        """The part of `attention` that leaves something out."""
+        return TimeEstimate.total(
+            layer.attention.time * count
+            for layer, count in self.distinct_layers()
+            if layer.attention is not None
+            and runs_sparse(layer.attention.configuration, self.workload)
+        )
 
     @cached_property
     def linear(self) -> TimeEstimate:

@@ -12,7 +12,17 @@ from typing import TYPE_CHECKING, Any
 from sparsify.versions import VERSION as __version__
 
 if TYPE_CHECKING:
-    from sparsify.api import Inspection, Result, export, inspect, load, plan, sparsify, verify
+    from sparsify.api import (
+        Inspection,
+        Result,
+        estimate,
+        export,
+        inspect,
+        load,
+        plan,
+        sparsify,
+        verify,
+    )
     from sparsify.errors import (
         ArtefactError,
         CaptureError,
@@ -25,6 +35,7 @@ if TYPE_CHECKING:
         UsageError,
         VerificationError,
     )
+    from sparsify.estimate_report import Estimate
     from sparsify.ir import (
         AttentionSite,
         HeadLayout,
@@ -50,11 +61,12 @@ if TYPE_CHECKING:
     from sparsify.report import CheckResult, SiteReport, SparsifyReport, VerificationReport
 
 _EXPORTS = {
-    "sparsify.api": "Inspection Result export inspect load plan sparsify verify",
+    "sparsify.api": "Inspection Result estimate export inspect load plan sparsify verify",
     "sparsify.errors": (
         "ArtefactError CaptureError InfeasibleError MissingExtraError NothingToDoError "
         "SparsifyError StrictError UnknownGpuError UsageError VerificationError"
     ),
+    "sparsify.estimate_report": "Estimate",
     "sparsify.ir": "AttentionSite HeadLayout MaskKind MaskProof Phase Refusal StreamProof",
     "sparsify.kernels.selection": "record_selection replay_selection",
     "sparsify.plans": "LayerPlan Plan",
@@ -71,6 +83,7 @@ __all__ = [
     "CaptureError",
     "CheckResult",
     "Dense",
+    "Estimate",
     "HeadLayout",
     "InfeasibleError",
     "Inspection",
@@ -98,6 +111,7 @@ __all__ = [
     "VerificationReport",
     "__version__",
     "dump_policy",
+    "estimate",
     "export",
     "inspect",
     "load",

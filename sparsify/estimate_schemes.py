@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 
 from sparsify.cost_model.configuration import DENSE, PUBLISHED, Configuration
 from sparsify.cost_model.model_shape import LayerShape, ModelShape
+from sparsify.cost_model.stages import runs_sparse
+from sparsify.cost_model.workload import Workload
 from sparsify.errors import NothingToDoError, UsageError
 from sparsify.ir import site_name
 from sparsify.planner import apply_rules
@@ -36,12 +38,13 @@ class Scheme:
     by_name: Mapping[str, Configuration]
     min_context: Mapping[str, int] = field(default_factory=dict)
 
-    def at(self, context_tokens: int) -> dict[str, Configuration]:
-        """The sparse layers in a call of that many keys."""
+    def at(self, call: Workload) -> dict[str, Configuration]:
+        """The layers that leave something out in that call."""
         return {
             name: configuration
             for name, configuration in self.by_name.items()
-            if configuration.sparse and context_tokens >= self.min_context.get(name, 0)
+            if runs_sparse(configuration, call)
+            and call.context_tokens >= self.min_context.get(name, 0)
         }
 
     def sparse_layers(self, model: ModelShape) -> tuple[LayerShape, ...]:

@@ -156,14 +156,18 @@ class _Study:
     def _costs(self) -> dict[Any, ModelCost]:
         return {}
 
+    def call(self, context: int) -> Workload:
+        """The call at that context."""
+        return Workload.of(self.phase, context, self.batch)
+
     def cost(self, context: int, scheme: Scheme | None, scale: float = 1.0) -> ModelCost:
         """The model at that context; dense without a scheme."""
         key = (context, id(scheme) if scheme else None, scale)
         if key not in self._costs:
             self._costs[key] = model_cost(
                 self.model,
-                Workload.of(self.phase, context, self.batch),
-                DENSE if scheme is None else scheme.at(context),
+                self.call(context),
+                DENSE if scheme is None else scheme.at(self.call(context)),
                 self.gpu,
                 element_bytes=self.element_bytes,
                 calibration=self.calibration,
@@ -187,7 +191,7 @@ class _Study:
             EndToEnd.of(dense.attention_share, gain),
             sparse.memory,
             self.gpu.memory_bytes,
-            self._counts(scheme.at(context)),
+            self._counts(scheme.at(self.call(context))),
             crossover,
         )
 
@@ -287,18 +291,21 @@ def _sensitivity(
 
 
 def _speedup(dense: ModelCost, sparse: ModelCost, limit: float) -> Speedup:
-    """Ratios of attention, never above the bound or what the method can gain at all."""
-    base, time = dense.attention, sparse.attention
-    bound = base.bound_ms / time.bound_ms
+    """Ratios of attention, never above the bound or what the method can gain at all.
+
+    Only what is sparse has a range here: layers that stay dense take equally long on both sides.
+    """
+    base, changed = dense.attention, sparse.sparse_attention
+    kept_ms = sparse.attention.expected_ms - changed.expected_ms
+    bound = base.bound_ms / sparse.attention.bound_ms
     most = min(bound, limit)
-    expected = min(base.expected_ms / time.expected_ms, most)
-    return Speedup(
-        dense.attention_flops / sparse.attention_flops,
-        bound,
-        expected,
-        min(base.expected_ms / time.high_ms, expected),
-        max(min(base.expected_ms / time.low_ms, most), expected),
-    )
+
+    def gain(changed_ms: float) -> float:
+        return min(base.expected_ms / (kept_ms + changed_ms), most)
+
+    flops = dense.attention_flops / sparse.attention_flops
+    times = (changed.expected_ms, changed.high_ms, changed.low_ms)
+    return Speedup(flops, bound, *(gain(ms) for ms in times))
 
 
 def _attention(cost: ModelCost) -> AttentionCost:

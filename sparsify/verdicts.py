@@ -31,7 +31,7 @@ def verdict_on(row: Row, gpu: Gpu, rivals: int) -> str:
     """
     name = row.configuration.label
     if not row.layers["sparse"] and row.crossover_tokens is None:
-        return f"Nothing is sparse: {name} attention stays as it is."
+        return f"Nothing is sparse{CALLS[Phase(row.phase)]}: all attention stays dense."
     start = (
         f"{name}, the fastest of {rivals} at {short_tokens(row.context_tokens)}"
         if (rivals > 1)
@@ -88,6 +88,8 @@ def assumptions_of(model: ModelShape, rows: Sequence[Row], degree: int) -> Itera
             "Nothing was calibrated for some kernels: their times are bounds, ranges come from "
             "public kernels, and what is expected is their geometric middle."
         )
+    if len({row.configuration for row in rows}) > 1:
+        yield "Configurations are compared by speed only; they read different numbers of tokens."
     if any(row.configuration.needs_training for row in rows):
         yield "A learned indexer means nothing before it is trained: its rows are a what-if."
 

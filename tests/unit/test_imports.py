@@ -13,7 +13,7 @@ from sparsify.versions import CORE, EXTRAS, VERSION
 from tests._util.commands import ROOT, environment
 
 HEAVY = ("torch", "triton", "transformers", "onnx", "onnxscript", "onnxruntime")
-VERBS = ("inspect", "plan", "sparsify", "verify", "export", "load")
+VERBS = ("inspect", "plan", "estimate", "sparsify", "verify", "export", "load")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
