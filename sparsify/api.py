@@ -433,6 +433,8 @@ def _why_nothing(plan: Plan) -> str:
     if not len(plan):
         return "no attention was found"
     refused = sum(layer.status == "refused" for layer in plan)
+    if plan.estimate and not refused:
+        return plan.layers[0].reason
     return f"{refused} sites were refused and {len(plan) - refused} are dense by policy"
 
 
