@@ -100,7 +100,8 @@ class Speedup:
 class EndToEnd:
     """Amdahl's law: `attention_share` of the dense model gains, the rest stays.
 
-    `bound` is what the bound of attention's speed-up makes of the whole.
+    `low` and `high` also hold what is not known of that share; `bound` is what the bound of
+    attention's speed-up makes of the whole where the share is largest.
     """
 
     attention_share: float
@@ -110,14 +111,24 @@ class EndToEnd:
     bound: float
 
     @classmethod
-    def of(cls, attention_share: float, gain: Speedup) -> EndToEnd:
-        """The gain of the whole model."""
+    def of(cls, attention: TimeEstimate, rest: TimeEstimate, gain: Speedup) -> EndToEnd:
+        """The gain of a whole model whose dense call takes `attention` and `rest`."""
+        share = _share(attention.expected_ms, rest.expected_ms)
+        least = _share(attention.low_ms, rest.high_ms)
+        most = _share(attention.high_ms, rest.low_ms)
 
-        def whole(speedup: float) -> float:
-            return 1 / ((1 - attention_share) + attention_share / speedup)
+        def worst(speedup: float) -> float:
+            return _whole(least if speedup > 1 else most, speedup)
+
+        def best(speedup: float) -> float:
+            return _whole(most if speedup > 1 else least, speedup)
 
         return cls(
-            attention_share, *(whole(s) for s in (gain.expected, gain.low, gain.high, gain.bound))
+            share,
+            _whole(share, gain.expected),
+            worst(gain.low),
+            best(gain.high),
+            best(gain.bound),
         )
 
     def to_json(self) -> dict[str, float]:
@@ -128,6 +139,14 @@ class EndToEnd:
             "low": self.low,
             "high": self.high,
         }
+
+
+def _share(part_ms: float, rest_ms: float) -> float:
+    return part_ms / (part_ms + rest_ms)
+
+
+def _whole(share: float, speedup: float) -> float:
+    return 1 / ((1 - share) + share / speedup)
 
 
 @dataclass(frozen=True, slots=True)

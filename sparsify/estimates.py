@@ -188,7 +188,7 @@ class _Study:
             _attention(dense),
             _attention(sparse),
             gain,
-            EndToEnd.of(dense.attention_share, gain),
+            EndToEnd.of(dense.attention, dense.linear + dense.communication, gain),
             sparse.memory,
             self.gpu.memory_bytes,
             self._counts(scheme.at(self.call(context))),

@@ -9,7 +9,7 @@ from typing import Any
 from torch.fx import Graph, Node
 
 from sparsify.passes.capture import Captured
-from sparsify.passes.graphs import aten, is_tensor, module_path, op_name, shape_of
+from sparsify.passes.graphs import aten, is_tensor, module_path, number, op_name, shape_of
 
 __all__ = ["Measure", "Product", "embeddings_of", "first_products", "products_of"]
 
@@ -172,15 +172,14 @@ def _product(
 def _contracted(node: Node, source: Node, weight: _Weight) -> int | None:
     """Size of the axis that is summed over."""
     name = op_name(node)
-    sizes = [int(size) for size in shape_of(source) if getattr(size, "is_Integer", False)]
+    sizes = [number(size) for size in shape_of(source)]
     if name == "aten.linear":
         return weight.shape[-1]
     if name == "aten.conv1d":
         return weight.shape[-1] * weight.shape[-2]
     if name == "aten.einsum":
         others = [other for other in node.all_input_nodes if other is not source]
-        last = shape_of(others[0])[-1] if others and is_tensor(others[0]) else None
-        return int(last) if getattr(last, "is_Integer", False) else None
+        return number(shape_of(others[0])[-1]) if others and is_tensor(others[0]) else None
     first = _first_factor(node)
     # The last axis of the factor in front, the last but one of the factor behind.
     return sizes[-1] if source is first else sizes[-2] if len(sizes) > 1 else None

@@ -166,11 +166,11 @@ def _tokens(layer: _Layer) -> Any:
 
 
 def _measures(captured: Captured, layer: _Layer) -> tuple[Measure, Measure]:
-    lengths = getattr(layer.call.q_len, "free_symbols", set())
+    lengths: set[Any] = getattr(layer.call.q_len, "free_symbols", set())
 
     def measure(factor: int) -> Measure:
         def value(expression: Any) -> float:
-            free = getattr(expression, "free_symbols", set())
+            free: set[Any] = getattr(expression, "free_symbols", set())
             sizes = {
                 symbol: captured.examples.get(str(symbol), 2) * (factor if symbol in lengths else 1)
                 for symbol in free

@@ -165,6 +165,18 @@ def test_ratios_are_of_what_is_shown():
     assert row.end_to_end.speedup == pytest.approx(1 / (1 - share + share / gain))
 
 
+def test_what_is_not_known_of_attentions_share_is_in_the_range(tmp_path):
+    text = (Path(__file__).parents[2] / "cost_model/gpus/h200-sxm-141gb.yaml").read_text()
+    bare = tmp_path / "bare.yaml"
+    bare.write_text(text[: text.index("measured:")])
+    known, unknown = (estimate(QWEN, PROXY, gpu=gpu, context=2**17) for gpu in ("h200", str(bare)))
+    spans = [row.end_to_end.high / row.end_to_end.low for row in (*known.rows, *unknown.rows)]
+    assert spans[1] > 1.05 * spans[0]
+    # With an equal range of attention's gain, only the share makes the difference.
+    gains = [row.speedup.high / row.speedup.low for row in (*known.rows, *unknown.rows)]
+    assert gains[1] == pytest.approx(gains[0], rel=0.02)
+
+
 def test_rules_keep_layers_dense():
     policy = Policy.msa(block_size=128, topk=16, dense_last=3)
     some, full = (estimate(LLAMA, p, context=2**17).rows[0] for p in (policy, PROXY))
