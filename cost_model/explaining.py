@@ -11,7 +11,7 @@ from sparsify.cost_model.calibration import Calibration
 from sparsify.cost_model.configuration import DENSE, Configuration
 from sparsify.cost_model.counts import StageFormula, exact, values_of
 from sparsify.cost_model.efficiencies import share_of_bound, share_of_speedup
-from sparsify.cost_model.hardware import Gpu
+from sparsify.cost_model.hardware import UNITS, Gpu
 from sparsify.cost_model.layer_cost import LayerCost, StageCost, crossover_tokens, layer_cost
 from sparsify.cost_model.pairs import ALIGNED, EXACT, Pairs
 from sparsify.cost_model.stages import runs_sparse, stage_formulas
@@ -129,7 +129,7 @@ def explain_layer(call: LayerCall) -> Explanation:
     names = {str(s) for s in used}
     names |= {str(s) for line in pairs for s in sympy.sympify(line.formula or 0).free_symbols}
     shown = {str(s): _plain(values[s]) for s in sorted(values, key=str) if str(s) in names}
-    return Explanation(call, shown, pairs, stages, _figures(call.gpu), _sensitivity(call))
+    return Explanation(call, shown, pairs, stages, _figures(call, cost), _sensitivity(call))
 
 
 def _named(name: str) -> sympy.Symbol:
@@ -183,10 +183,14 @@ def _pairs(call: LayerCall, values: dict[Any, Any]) -> list[PairsLine]:
     ]
 
 
-def _figures(gpu: Gpu) -> tuple[tuple[str, float, str, str], ...]:
-    from sparsify.cost_model.hardware import UNITS
-
-    names = ("bf16_dense_tflops", "fp8_dense_tflops", "memory_bandwidth_gbs", "l2_bandwidth_gbs")
+def _figures(call: LayerCall, cost: LayerCost) -> tuple[tuple[str, float, str, str], ...]:
+    """Figures of the GPU that the bounds are made of."""
+    elements, gpu = call.element_bytes, call.gpu
+    names = ["bf16_dense_tflops", "memory_bandwidth_gbs"]
+    if min(elements.query, elements.key, elements.value, elements.index) <= 1:
+        names.append("fp8_dense_tflops")
+    if any(stage.l2_bytes for stage in cost.stages):
+        names.append("l2_bandwidth_gbs")
     known = {name: gpu.figures[name] for name in names if name in gpu.figures}
     return tuple(
         (name, f.value, UNITS[name], f.source if f.verified else f"unverified: {f.source}")

@@ -262,7 +262,8 @@ def _unknown(asked: str) -> UnknownGpuError:
     names = {key: gpu.name for gpu in list_gpus() for key in sorted(_keys(gpu))}
     close = difflib.get_close_matches(_plain(asked), names, n=3, cutoff=0.6)
     near = list(dict.fromkeys(names[key] for key in close))
-    end = f"; did you mean {' or '.join(near)}?" if near else "."
+    listed = " or ".join(filter(None, (", ".join(near[:-1]), *near[-1:])))
+    end = f"; did you mean {listed}?" if near else "."
     return UnknownGpuError(
         f"No figures are known for the GPU {asked!r}{end}",
         "`sparsify gpus` lists all; a YAML file with the figures of your own works too.",

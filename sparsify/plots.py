@@ -6,6 +6,7 @@ Needs matplotlib (the extra `plot`), which is imported only when something is dr
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -22,6 +23,7 @@ PLOT_EXTRA = 'Run: pip install "sparsify-attention[plot]"'
 # Colours that colour-blind people tell apart (Okabe and Ito).
 DENSE, SPARSE, SHARE, MARK = "#0072B2", "#D55E00", "#5B5B5B", "#222222"
 DOTS_PER_INCH = 144
+LEGEND_WIDTH, SOURCE_WIDTH = 52, 190
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +51,9 @@ class CostCurves:
     """One picture: a model on a GPU in a phase, dense against one sparse configuration.
 
     `crossover_tokens` is the smallest context from which sparse attention is faster, None if it
-    never is. `asked_tokens` are the contexts of the table, marked on the axes. `range_means` says
-    what a shaded range is, `source` where the numbers come from.
+    never is; `full_tokens` the smallest point that does not fit the GPU's memory, None if all do.
+    `asked_tokens` are the contexts of the table, marked on the curve. `range_means` says what a
+    shaded range is, `source` where the numbers come from.
     """
 
     model: str
@@ -60,6 +63,7 @@ class CostCurves:
     configuration: str
     points: Sequence[CurvePoint]
     crossover_tokens: int | None
+    full_tokens: int | None
     asked_tokens: Sequence[int]
     layers: int
     range_means: str
@@ -94,7 +98,8 @@ def draw_costs(curves: CostCurves, target: str | Path, *, force: bool = False) -
     _draw_times(times, curves)
     _draw_whole(whole, curves)
     figure.suptitle(_title(curves), fontsize=13.5, fontweight="bold")
-    figure.supxlabel(curves.source, fontsize=8.5, color=SHARE)
+    source = textwrap.fill(curves.source, SOURCE_WIDTH)
+    figure.supxlabel(source, fontsize=8.5, color=SHARE)
     _save(figure, target, force)
 
 
@@ -149,13 +154,14 @@ def _draw_times(axes: Any, curves: CostCurves) -> None:
     shown += _draw_range(axes, contexts, sparse, SPARSE, curves.configuration)
     axes.set_yscale("log")
     axes.yaxis.set_major_formatter(lambda value, _: duration(value))
-    axes.set_ylim(top=20 * max(r.high for r in (*dense, *sparse)))  # room for the legend
+    every = (*dense, *sparse)  # with room for the legend above, and for what is said below
+    axes.set_ylim(0.12 * min(r.low for r in every), 20 * max(r.high for r in every))
     layers = "one layer" if curves.layers == 1 else f"all {curves.layers} layers"
     axes.set_title(f"Attention of {layers}, without the rest of the model", fontsize=11)
     axes.set_ylabel("time")
     _contexts_axis(axes, curves)
     _mark_crossover(axes, curves)
-    _legend(axes, shown, curves)
+    _legend(axes, shown + _mark_full(axes, curves), curves)
 
 
 def _draw_range(
@@ -174,8 +180,18 @@ def _legend(axes: Any, shown: list[Any], curves: CostCurves) -> None:
     from matplotlib.patches import Patch
 
     if any(p.sparse_ms.low < p.sparse_ms.high for p in curves.points):
-        shown = [*shown, Patch(color=SHARE, alpha=0.25, lw=0, label=curves.range_means)]
+        means = textwrap.fill(curves.range_means, LEGEND_WIDTH)
+        shown = [*shown, Patch(color=SPARSE, alpha=0.25, lw=0, label=means)]
     axes.legend(handles=shown, loc="upper left", fontsize=9, framealpha=1)
+
+
+def _mark_full(axes: Any, curves: CostCurves) -> list[Any]:
+    """Grey for the contexts that do not fit the GPU's memory."""
+    if curves.full_tokens is None:
+        return []
+    last = curves.points[-1].context_tokens
+    label = "grey: weights and caches exceed the GPU's memory"
+    return [axes.axvspan(curves.full_tokens, last, color="#ececec", lw=0, zorder=0, label=label)]
 
 
 def _mark_crossover(axes: Any, curves: CostCurves) -> None:
@@ -186,18 +202,17 @@ def _mark_crossover(axes: Any, curves: CostCurves) -> None:
     elif cross <= first:
         text = "expected to be faster than dense at every context shown"
     else:
-        height = _dense_at(curves, cross)
         axes.axvline(cross, color=MARK, ls="--", lw=1, zorder=1)
-        axes.plot([cross], [height], "o", color=MARK, ms=6, zorder=5)
+        axes.plot([cross], [_dense_at(curves, cross)], "o", color=MARK, ms=6, zorder=5)
         early = cross**2 < first * last
         axes.annotate(
-            f"crossover at {cross:,} tokens:\nsparse is faster to the right",
-            (cross, height),
-            xytext=(16, -44) if early else (-16, 30),
+            f"crossover at {cross:,} tokens:\nsparse is expected to be\nfaster from there on",
+            (cross, 0.03),
+            xycoords=axes.get_xaxis_transform(),
+            xytext=(6 if early else -6, 0),
             textcoords="offset points",
             ha="left" if early else "right",
             fontsize=9.5,
-            arrowprops={"arrowstyle": "-", "color": MARK, "lw": 0.8},
         )
         return
     axes.text(0.98, 0.03, text, transform=axes.transAxes, ha="right", fontsize=9.5)
@@ -231,9 +246,10 @@ def _draw_whole(axes: Any, curves: CostCurves) -> None:
 
 def _draw_share(axes: Any, curves: CostCurves) -> list[Any]:
     share = axes.twinx()
+    _mark_full(share, curves)  # it lies below the other axes
     contexts = [point.context_tokens for point in curves.points]
     percents = [100 * point.attention_share for point in curves.points]
-    label = "attention's share of the dense model's time (right axis)"
+    label = "attention's share of the dense model (right axis)"
     lines = share.plot(contexts, percents, color=SHARE, lw=1.6, ls=":", label=label)
     share.set_ylim(0, 125)
     share.set_yticks(range(0, 101, 20), [f"{percent}%" for percent in range(0, 101, 20)])
@@ -260,6 +276,7 @@ def _label_asked(axes: Any, curves: CostCurves) -> None:
             ha="right" if last else "center",
             fontsize=9.5,
             fontweight="bold",
+            bbox={"facecolor": "white", "alpha": 0.8, "edgecolor": "none", "pad": 1.0},
         )
 
 

@@ -12,7 +12,19 @@ from typing import Annotated, Any
 import typer
 
 from sparsify import settings
-from sparsify.cli import doctor, gpus, inspect, policy, rewrite, stopping, streams, verify
+from sparsify.cli import (
+    compare,
+    doctor,
+    estimate,
+    gpus,
+    inspect,
+    plan,
+    policy,
+    rewrite,
+    stopping,
+    streams,
+    verify,
+)
 from sparsify.errors import SparsifyError
 from sparsify.versions import VERSION
 
@@ -33,6 +45,9 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("inspect")(inspect.inspect)
+app.command("plan")(plan.plan)
+app.command("estimate")(estimate.estimate)
+app.command("compare")(compare.compare)
 app.command("rewrite")(rewrite.rewrite)
 app.command("verify")(verify.verify)
 app.command("gpus")(gpus.gpus)

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from sparsify.cli import streams
 from sparsify.cli.options import parse_sizes
-from sparsify.errors import UsageError
 
 if TYPE_CHECKING:
     from sparsify.cost_model.workload import ElementBytes
+    from sparsify.estimate_report import Estimate
 
 __all__ = [
-    "BATCH",
+    "Batch",
     "Calibrated",
     "Contexts",
     "ElementType",
@@ -27,11 +29,8 @@ __all__ = [
     "TensorParallel",
     "element_bytes",
     "parse_contexts",
-    "whole_number",
+    "tell_warnings",
 ]
-
-MOST_TOKENS = 1 << 30
-MOST_BATCH = 1 << 20
 
 
 class PhaseName(StrEnum):
@@ -67,13 +66,13 @@ Contexts = Annotated[
     str, typer.Option("--context", metavar="SIZES", help="Contexts in tokens: 32k,128k,1m.")
 ]
 Phases = Annotated[PhaseName, typer.Option("--phase", help="What the model does.")]
-BATCH = Annotated[int, typer.Option("--batch", help="Sequences at a time.")]
+Batch = Annotated[str, typer.Option("--batch", metavar="N", help="Sequences at a time.")]
 PolicyName = Annotated[
     str | None,
     typer.Option("--policy", metavar="NAME|FILE", help="What is made sparse: a preset or a file."),
 ]
 TensorParallel = Annotated[
-    int, typer.Option("--tensor-parallel", metavar="N", help="GPUs that share every layer.")
+    str, typer.Option("--tensor-parallel", metavar="N", help="GPUs that share every layer.")
 ]
 KvType = Annotated[ElementType, typer.Option("--kv-dtype", help="Elements of the KV cache.")]
 IndexType = Annotated[
@@ -89,24 +88,9 @@ def parse_contexts(text: str) -> list[int]:
     """The contexts, each once, in the order given.
 
     Raises:
-        UsageError: one is no size, or beyond what anybody computes.
+        UsageError: one is no size.
     """
-    found = list(dict.fromkeys(parse_sizes(text, "--context")))
-    for size in found:
-        if size > MOST_TOKENS:
-            raise UsageError(f"--context is {size:,} tokens; at most {MOST_TOKENS:,} make sense.")
-    return found
-
-
-def whole_number(value: int, what: str) -> int:
-    """A count from the command line.
-
-    Raises:
-        UsageError: less than 1, or absurdly many.
-    """
-    if not 1 <= value <= MOST_BATCH:
-        raise UsageError(f"{what} is {value}; expected a number from 1 to {MOST_BATCH:,}.")
-    return value
+    return list(dict.fromkeys(parse_sizes(text, "--context")))
 
 
 def element_bytes(kv: ElementType, index: ElementType) -> ElementBytes:
@@ -114,3 +98,9 @@ def element_bytes(kv: ElementType, index: ElementType) -> ElementBytes:
     from sparsify.cost_model.workload import ElementBytes
 
     return ElementBytes(key=BYTES[kv], value=BYTES[kv], index=BYTES[index])
+
+
+def tell_warnings(found: Sequence[Estimate]) -> None:
+    """Warnings of estimates, each once, on stderr."""
+    for text in dict.fromkeys(text for one in found for text in one.warnings):
+        streams.tell(f"sparsify: WARNING: {text}")

@@ -27,8 +27,8 @@ def span(low: float, high: float) -> str:
 
 
 def times(low: float, high: float) -> str:
-    """A range of factors: "1.40-2.10x"."""
-    first, last = f"{low:.2f}", f"{high:.2f}"
+    """A range of factors: "1.40-2.10x", "3.49-101x"."""
+    first, last = (f"{factor:.2f}" if factor < 10 else _three(factor) for factor in (low, high))
     return f"{first}x" if first == last else f"{first}-{last}x"
 
 

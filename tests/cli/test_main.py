@@ -26,13 +26,18 @@ def test_the_verbs_are_these(cli):
     """Frozen: a verb or option that goes away breaks scripts."""
     _, out, _ = cli("--help")
     listed = out.split("Commands:")[1].split()
-    for verb in ("inspect", "rewrite", "verify", "gpus", "policy", "doctor"):
+    for verb in ("inspect", "estimate", "compare", "rewrite", "verify", "gpus", "policy", "doctor"):
         assert verb in listed
     options = {
         "inspect": ["--seq", "--explain", "--json", "--debug", "--dtype"],
         "rewrite": ["--policy", "--plan", "--method", "--block-size", "--topk", "--dense-last",
                     "--decode", "--indexer", "-o", "--dry-run", "--force", "--json", "--dtype"],
         "verify": ["--against", "--prompts", "--seq", "--checks", "--dump-selection", "--json"],
+        "estimate": ["--gpu", "--context", "--phase", "--batch", "--policy", "--plan",
+                     "--tensor-parallel", "--kv-dtype", "--index-dtype", "--calibration",
+                     "--explain", "--plot", "--force", "--json"],
+        "compare": ["--gpu", "--context", "--phase", "--batch", "--policy", "--tensor-parallel",
+                    "--kv-dtype", "--index-dtype", "--json"],
         "gpus": ["--json"],
         "doctor": ["--json"],
     }  # fmt: skip
@@ -44,7 +49,8 @@ def test_the_verbs_are_these(cli):
 @pytest.mark.parametrize(
     ("words", "part"),
     [
-        (["estimate", "m"], "No such command 'estimate'"),
+        (["export", "m"], "No such command 'export'"),
+        (["estimate", "m"], "Missing option '--gpu'"),
         (["inspec"], "No such command 'inspec'"),
         (["inspect"], "Missing argument 'MODEL'"),
         (["inspect", "a", "b"], "unexpected extra argument"),

@@ -65,10 +65,12 @@ def test_dense_attention_has_nothing_to_be_sensitive_to():
 
 
 def test_figures_carry_their_sources():
-    figures = {
-        name: (value, source) for name, value, _, source in explain_layer(call(DENSE)).figures
-    }
+    short = explain_layer(call(PUBLISHED[4], context=1024)).figures  # re-reads keys through the L2
+    figures = {name: (value, source) for name, value, _, source in short}
     assert figures["l2_bandwidth_gbs"] == (8770, load_gpu("h200").l2_bandwidth_gbs.source)
+    assert "l2_bandwidth_gbs" not in {name for name, *_ in explain_layer(call(DENSE)).figures}
+    fp8 = explain_layer(call(DENSE, elements=ElementBytes(key=1))).figures
+    assert "fp8_dense_tflops" in {name for name, *_ in fp8} - set(figures)
     h100 = LayerCall(SHAPE, Workload.of(Phase.DECODE, 4096), DENSE, load_gpu("h100-nvl"),
                      ElementBytes())  # fmt: skip
     names = {name: source for name, _, _, source in explain_layer(h100).figures}

@@ -30,6 +30,7 @@ CURVES = CostCurves(
     configuration="MoBA 128/8",
     points=[point(1 << n, ratio=2.0 ** (n - 14)) for n in range(10, 21)],
     crossover_tokens=20_000,
+    full_tokens=None,
     asked_tokens=[32_768],
     layers=32,
     range_means="shaded: the truth may be anywhere in it",
@@ -79,6 +80,12 @@ def test_what_is_said_of_the_crossover(tmp_path, crossover, part):
 def test_without_a_range_no_range_is_explained(tmp_path):
     points = [point(1 << n, spread=1.0) for n in range(10, 21)]
     assert CURVES.range_means not in texts(replace(CURVES, points=points), tmp_path)
+
+
+@pytest.mark.parametrize("full", [None, 1 << 19])
+def test_contexts_beyond_the_memory_are_marked(tmp_path, full):
+    said = texts(replace(CURVES, full_tokens=full), tmp_path)
+    assert ("exceed the GPU" in said) is (full is not None)
 
 
 def test_one_layer_and_batches_are_named(tmp_path):
