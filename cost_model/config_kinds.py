@@ -7,7 +7,8 @@ family in its own way.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from sparsify.cost_model.config_fields import Fields
 from sparsify.cost_model.model_shape import Kind
@@ -18,17 +19,24 @@ _FULL = frozenset({"full_attention", "attention", "global", "global_attention", 
 _SLIDING = frozenset({"sliding_attention", "sliding", "local", "local_attention"})
 _CHUNKED = frozenset({"chunked_attention"})
 _RECURRENT = frozenset({"linear_attention", "mamba", "mamba2", "conv", "recurrent", "linear"})
+# Nemotron-H writes its layers as letters; there an MLP or a mixture is a layer of its own.
+_LETTERS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
 _FEED_FORWARD = frozenset({"mlp", "moe"})
 _LISTS = ("layer_types", "layers_block_type", "block_types", "_block_types")
 
 
 @dataclass(frozen=True, slots=True)
 class LayerKind:
-    """What a layer does with earlier tokens; `native` names a sparse attention of its own."""
+    """What a layer does with earlier tokens; `native` names a sparse attention of its own.
+
+    `behind` says what stands behind the mixing of tokens: "any" is what the config tells for that
+    layer, else it is an "mlp", a "moe", or "nothing".
+    """
 
     kind: Kind
     window: int | None = None
     native: str = ""
+    behind: Literal["any", "mlp", "moe", "nothing"] = "any"
 
 
 FULL, RECURRENT = LayerKind("attention"), LayerKind("recurrent")
@@ -42,11 +50,16 @@ def layer_kinds(fields: Fields, count: int) -> tuple[LayerKind, ...]:
     """
     told = _listed(fields, count)
     if told is not None:
-        return tuple(_named(fields, name) for name in told)
+        kinds = tuple(_named(fields, name) for name in told)
+        if all(kind.kind != "feed_forward" for kind in kinds):
+            return kinds
+        return tuple(replace(k, behind="nothing") if k.behind == "any" else k for k in kinds)
     return _by_period(fields, count) or _by_window(fields, count)
 
 
 def _listed(fields: Fields, count: int) -> Sequence[str] | None:
+    if fields.has("hybrid_override_pattern"):
+        return _spelt(fields, count)
     name = next((name for name in _LISTS if fields.has(name)), None)
     if name is None:
         return None
@@ -55,6 +68,16 @@ def _listed(fields: Fields, count: int) -> Sequence[str] | None:
         given = [given[index % len(given)] for index in range(count)]  # RecurrentGemma repeats it
         return Fields({name: given}, fields.origin).sequence(name, count, str)
     return fields.sequence(name, count, str)
+
+
+def _spelt(fields: Fields, count: int) -> list[str]:
+    letters = fields.text("hybrid_override_pattern")
+    if len(letters) != count or not set(letters) <= set(_LETTERS):
+        known = " ".join(_LETTERS)
+        raise fields.fail(
+            f"hybrid_override_pattern is {letters!r:.60}; expected {count} letters of {known}."
+        )
+    return [_LETTERS[letter] for letter in letters]
 
 
 def _named(fields: Fields, name: str) -> LayerKind:
@@ -68,7 +91,7 @@ def _named(fields: Fields, name: str) -> LayerKind:
     if name in _RECURRENT:
         return RECURRENT
     if name in _FEED_FORWARD:
-        return LayerKind("feed_forward")
+        return LayerKind("feed_forward", behind="moe" if name == "moe" else "mlp")
     if "sparse" in name:
         fields.assume(
             f"Layers of type {name} are natively sparse; dense is what they would cost without it."
@@ -80,6 +103,13 @@ def _named(fields: Fields, name: str) -> LayerKind:
 
 def _by_period(fields: Fields, count: int) -> tuple[LayerKind, ...] | None:
     """Hybrids that tell where their few attention layers stand."""
+    if fields.text("model_type").startswith("llama4") and fields.has("attention_chunk_size"):
+        every = fields.whole("no_rope_layer_interval", default=4)
+        rotated = fields.sequence("no_rope_layers", count, int) or tuple(
+            (index + 1) % every for index in range(count)
+        )
+        chunked = _named(fields, "chunked_attention")
+        return tuple(chunked if rotates else FULL for rotates in rotated)
     every = fields.maybe("full_attention_interval")  # Qwen3-Next
     if every:
         full = frozenset(range(every - 1, count, every))

@@ -9,7 +9,7 @@ from sparsify.cost_model.config_fields import Fields
 from sparsify.cost_model.model_families import Family
 from sparsify.cost_model.model_shape import Experts
 
-__all__ = ["FeedForward", "feed_forwards"]
+__all__ = ["FeedForward", "feed_forward", "feed_forwards"]
 
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k_experts")
@@ -39,6 +39,20 @@ def feed_forwards(fields: Fields, family: Family, hidden: int, count: int) -> li
         return [mixture] * count
     plain = _dense(fields, family, hidden, _dense_inner(fields, hidden))
     return [mixture if is_routed else plain for is_routed in routed]
+
+
+def feed_forward(
+    fields: Fields, family: Family, hidden: int, kind: str, told: FeedForward
+) -> FeedForward:
+    """What stands behind a layer of which the list of layers says that it is an "mlp", a "moe", or
+    "nothing"; "any" leaves it at `told`."""
+    if kind == "any":
+        return told
+    if kind == "moe":
+        return _mixture(fields, family, hidden)
+    if kind == "mlp":
+        return _dense(fields, family, hidden, _inner(fields, hidden))
+    return FeedForward(0)
 
 
 def _inner(fields: Fields, hidden: int) -> int:

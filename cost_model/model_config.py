@@ -10,7 +10,7 @@ from typing import Any
 from sparsify.cost_model.config_attention import attention_heads, attention_layer
 from sparsify.cost_model.config_fields import Fields
 from sparsify.cost_model.config_kinds import LayerKind, layer_kinds
-from sparsify.cost_model.config_mlp import FeedForward, feed_forwards
+from sparsify.cost_model.config_mlp import FeedForward, feed_forward, feed_forwards
 from sparsify.cost_model.config_recurrent import recurrent_layer
 from sparsify.cost_model.config_weights import weight_bytes
 from sparsify.cost_model.model_families import ENCODERS, FAMILIES, UNKNOWN, Family
@@ -100,13 +100,17 @@ def _model(fields: Fields, family: Family, name: str) -> ModelShape:
 
 
 def _layers(fields: Fields, family: Family, hidden: int) -> list[LayerShape]:
-    count = fields.whole(*_LAYERS)
+    listed = fields.value("layers_block_type")  # Nemotron-H tells its layers by listing them
+    count = fields.whole(*_LAYERS, default=len(listed) if isinstance(listed, list) else None)
     if count > MOST_LAYERS:
         raise fields.fail(f"num_hidden_layers is {count}; more than {MOST_LAYERS} make no sense.")
-    if fields.has("hybrid_override_pattern"):
-        raise fields.fail("hybrid_override_pattern is not read; only layer_types is.")
+    if fields.has("moe_latent_size"):
+        raise fields.fail("experts in a latent space (moe_latent_size) are not modelled.")
     kinds = layer_kinds(fields, count)
-    behind = feed_forwards(fields, family, hidden, count)
+    told = feed_forwards(fields, family, hidden, count)
+    behind = [
+        feed_forward(fields, family, hidden, k.behind, t) for k, t in zip(kinds, told, strict=True)
+    ]
     return [
         _layer(fields, family, hidden, index, kind, feed)
         for index, (kind, feed) in enumerate(zip(kinds, behind, strict=True))

@@ -107,6 +107,16 @@ FAMILIES: dict[str, Family] = {
         embedding_norm=True,
         attention_path="transformer.h.{}.self_attention",
     ),
+    "falcon": replace(
+        _GPT2,
+        qkv_bias=False,
+        output_bias=False,
+        mlp_bias=False,
+        norms=1,
+        learned_positions=False,
+        attention_path="transformer.h.{}.self_attention",
+    ),
+    "nemotron_h": Family(gated_mlp=False, norms=1, attention_path="model.layers.{}.mixer"),
     "phi": replace(
         _GPT2,
         learned_positions=False,

@@ -86,7 +86,12 @@ def test_without_kv_heads_every_query_head_has_its_own():
         (dict(kv_lora_rank=16), r"multi-head latent attention"),
         (dict(model_type="t5", is_encoder_decoder=True), r"encoder-decoder"),
         (dict(model_type="bert"), r"attends in both directions"),
-        (dict(hybrid_override_pattern="M-*"), r"hybrid_override_pattern"),
+        (
+            dict(hybrid_override_pattern="M-*"),
+            r"hybrid_override_pattern is 'M-\*'; expected 4 letters",
+        ),
+        (dict(hybrid_override_pattern="M-*X"), r"hybrid_override_pattern is 'M-\*X'"),
+        (dict(moe_latent_size=8), r"latent space"),
     ],
 )
 def test_what_cannot_be_is_one_sentence(tmp_path, changes, said):
@@ -179,6 +184,13 @@ def test_types_of_more_layers_than_there_are_are_cut():
         (dict(attn_layer_indices=[0, 3]), "arra"),
         (dict(attn_type_list=[0, 1, 0, 1]), "rara"),
         (dict(full_attn_idxs=[1]), "rarr"),
+        (dict(hybrid_override_pattern="M-*-", mamba_num_heads=4, ssm_state_size=8), "rfaf"),
+        (dict(model_type="llama4_text", attention_chunk_size=16), "sssa"),
+        (dict(model_type="llama4_text", attention_chunk_size=None), "aaaa"),
+        (
+            dict(model_type="llama4_text", attention_chunk_size=16, no_rope_layers=[0, 1, 1, 0]),
+            "assa",
+        ),
     ],
 )
 def test_patterns_of_families(changes, expected):

@@ -86,11 +86,35 @@ CASES = {
         layer_types=["linear_attention", "full_attention"] * 2,
         **MAMBA2,
     ),
+    "falcon": dict(
+        vocab_size=96,
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=8,
+        ffn_hidden_size=96,
+    ),
+    "nemotron_h": dict(
+        vocab_size=96,
+        hidden_size=64,
+        layers_block_type=["linear_attention", "mlp", "full_attention", "moe"],
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=16,
+        intermediate_size=96,
+        mamba_num_heads=16,
+        mamba_head_dim=8,
+        ssm_state_size=8,
+        n_groups=2,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        moe_shared_expert_intermediate_size=40,
+    ),
     "lfm2": dict(layer_types=["conv", "full_attention"] * 2, intermediate_size=512),
 }
 
 # These call their sizes otherwise.
-OTHER_NAMES = ("gpt2", "opt", "bloom")
+OTHER_NAMES = ("gpt2", "opt", "bloom", "falcon", "nemotron_h")
 
 
 def built(kind, changes):
