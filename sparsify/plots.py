@@ -187,9 +187,9 @@ def _legend(axes: Any, shown: list[Any], curves: CostCurves) -> None:
 
 def _mark_full(axes: Any, curves: CostCurves) -> list[Any]:
     """Grey for the contexts that do not fit the GPU's memory."""
-    if curves.full_tokens is None:
-        return []
     last = curves.points[-1].context_tokens
+    if curves.full_tokens is None or curves.full_tokens >= last:
+        return []
     label = "grey: weights and caches exceed the GPU's memory"
     return [axes.axvspan(curves.full_tokens, last, color="#ececec", lw=0, zorder=0, label=label)]
 

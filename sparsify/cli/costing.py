@@ -39,9 +39,9 @@ __all__ = [
     "explanations",
 ]
 
-# Contexts of a curve: from where attention begins to matter, four to an octave.
+# Contexts of a curve: from where attention begins to matter to a few times what is asked for.
 FIRST_TOKENS, LAST_TOKENS = 1 << 12, 1 << 20
-PER_OCTAVE = 4
+BEYOND, PER_OCTAVE = 4, 4
 
 
 @dataclass(frozen=True)
@@ -189,9 +189,15 @@ def _explained(
 
 
 def curves(question: Question, found: Estimate) -> CostCurves:
-    """What is drawn: the configuration of the verdict over a grid of contexts."""
+    """What is drawn: the configuration of the verdict over a grid of contexts.
+
+    Raises:
+        UsageError: the policy makes nothing sparse.
+    """
     best = best_row(found)
-    grid = _grid(question.contexts)
+    if not best.configuration.sparse:
+        raise UsageError("Nothing is sparse under that policy, so there is nothing to draw.")
+    grid = _grid(question.contexts, best.crossover_tokens)
     policy = question.policy if question.policy is not None else best.configuration
     drawn = answer(replace(question, contexts=grid, policy=policy))
     rows = sorted(drawn.rows, key=lambda row: row.context_tokens)
@@ -211,14 +217,17 @@ def curves(question: Question, found: Estimate) -> CostCurves:
     )
 
 
-def _grid(asked: Sequence[int]) -> tuple[int, ...]:
-    first, last = min(FIRST_TOKENS, *asked), max(LAST_TOKENS, *asked)
-    found = set(asked)
+def _grid(asked: Sequence[int], crossover: int | None) -> tuple[int, ...]:
+    """Contexts around those asked for and the crossover, evenly spaced in the logarithm."""
+    of_interest = max(*asked, min(crossover or 0, LAST_TOKENS // BEYOND))
+    first = min(FIRST_TOKENS, *asked)
+    last = max(min(BEYOND * of_interest, LAST_TOKENS), *asked, 2 * first)
+    found = {*asked, last}
     size = float(first)
     while size < last:
         found.add(round(size))
         size *= 2 ** (1 / PER_OCTAVE)
-    return tuple(sorted({*found, last}))
+    return tuple(sorted(found))
 
 
 def _point(row: Row) -> CurvePoint:

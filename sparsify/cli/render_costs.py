@@ -61,7 +61,7 @@ def comparison(found: Sequence[Estimate]) -> list[RenderableType]:
             dense = (*_dense(rows[0]), "", _dense_memory(rows[0]))
             table.add_row(*map(Text, (name, tokens(context), *dense)))
             name = ""
-            for row in rows:
+            for row in _not_dense(rows):
                 more = (_crossover(row), _memory(row.memory.total_bytes, row))
                 table.add_row(*map(Text, ("", "", *_sparse(row), *more)))
     every = [row for one in found for row in one.rows]
@@ -101,7 +101,7 @@ def _times(rows: Sequence[Row], columns: Sequence[str]) -> Table:
 
     for context, mine in _by_context(rows).items():
         add(tokens(context), _dense(mine[0]))
-        for row in mine:
+        for row in _not_dense(mine):
             add("", _sparse(row))
     return table
 
@@ -111,6 +111,11 @@ def _by_context(rows: Sequence[Row]) -> dict[int, list[Row]]:
     return {size: [row for row in rows if row.context_tokens == size] for size in contexts}
 
 
+def _not_dense(rows: Sequence[Row]) -> list[Row]:
+    """Rows beside the dense one: a policy may be all dense."""
+    return [row for row in rows if row.configuration.sparse]
+
+
 def _needs(rows: Sequence[Row]) -> RenderableType:
     """From which context every configuration pays, and the memory it needs at each."""
     contexts = _by_context(rows)
@@ -118,8 +123,8 @@ def _needs(rows: Sequence[Row]) -> RenderableType:
     table = _table("attention", ">faster than dense\nfrom tokens", *names)
     dense = [_dense_memory(mine[0]) for mine in contexts.values()]
     table.add_row("dense", "", *dense)
-    for index, row in enumerate(next(iter(contexts.values()))):
-        same = [mine[index] for mine in contexts.values()]
+    for index, row in enumerate(_not_dense(next(iter(contexts.values())))):
+        same = [_not_dense(mine)[index] for mine in contexts.values()]
         memory = [_memory(one.memory.total_bytes, one) for one in same]
         table.add_row(*map(Text, (row.configuration.label, _crossover(row), *memory)))
     return table

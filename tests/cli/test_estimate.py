@@ -1,6 +1,7 @@
 """`sparsify estimate`: tables, verdicts, warnings, explanations, plots, and what can go wrong."""
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -38,10 +39,10 @@ def report(cli, *words):
 
 
 def test_a_table_with_a_verdict(cli):
-    code, out, err = cli("estimate", LLAMA, "--gpu", "h200", "--context", "32k,128k")
+    code, out, err = cli("estimate", LLAMA, "--gpu", "h100-sxm", "--context", "32k,128k")
     assert (code, err.count("\n")) == (0, err.count("WARNING"))
     lines = [line.split() for line in out.splitlines()]
-    assert "llama-3.1-8b on H200-SXM-141GB, prefill: 32 layers of full attention" in out
+    assert "llama-3.1-8b on H100-SXM5-80GB, prefill: 32 layers of full attention" in out
     assert "expect" in out and "end to end (bound" in out
     assert sum(line[:2] == ["32k", "dense"] for line in lines) == 1
     for name in ("MoBA 128/8", "MoBA 512/3", "MoBA 4096/12", "MSA proxy", "MSA learned"):
@@ -138,6 +139,36 @@ def test_a_gpu_of_the_users(cli, tmp_path):
 def test_a_family_says_which_gpu_was_taken(cli):
     _, _, err = cli("estimate", LLAMA, "--gpu", "h100", "--context", "32k", "--json")
     assert "h100 is taken as H100-SXM5-80GB; there are also" in err
+
+
+def test_a_policy_that_is_all_dense(cli, tmp_path):
+    policy = tmp_path / "dense.yaml"
+    policy.write_text("method: dense\n")
+    words = (LLAMA, "--gpu", "h200", "--context", "32k", "--policy", policy)
+    code, out, _ = cli("estimate", *words, "--explain")
+    starts = [line.split()[:2] for line in out.splitlines()]
+    assert code == 0 and "Nothing is sparse" in out and starts.count(["32k", "dense"]) == 1
+    assert sum(line[:1] == ["dense"] for line in starts) == 1  # in the table of memory
+    code, _, err = cli("estimate", *words, "--plot", tmp_path / "a.png")
+    assert code == 2 and "nothing to draw" in err and not (tmp_path / "a.png").exists()
+
+
+def test_below_its_least_context_a_policy_is_dense(cli, tmp_path):
+    policy = tmp_path / "late.yaml"
+    policy.write_text("method: {name: moba, block_size: 512, topk: 3}\nmin_context: 100000\n")
+    words = (LLAMA, "--gpu", "h200", "--context", "32k,128k", "--policy", policy)
+    short, long = report(cli, *words, "--plot", tmp_path / "a.png")["rows"]
+    assert short["speedup"]["expected"] == 1 and long["speedup"]["expected"] > 1
+
+
+@pytest.mark.parametrize("columns", ["40", "80", "100", "200"])
+def test_numbers_never_break_in_narrow_terminals(cli, monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", columns)
+    words = (LLAMA, "--gpu", "b200", "--context", "128k", "--policy", "msa-m3")
+    code, out, _ = cli("estimate", *words)
+    assert code == 0
+    row = r"[\d,.]+-[\d,.]+ .* [\d.]+-[\d.]+x +[\d.]+-[\d.]+x +range"
+    assert columns == "40" or re.search(row, out)
 
 
 # --- MODEL
