@@ -11,7 +11,9 @@ import torch
 from sparsify import planner, recalls
 from sparsify.cost_model.model_config import read_config
 from sparsify.cost_model.model_shape import ModelShape
-from sparsify.errors import UsageError
+from sparsify.errors import NothingToDoError, UsageError
+from sparsify.graph_shape import graph_shape
+from sparsify.hosts.graph import Proved
 from sparsify.ir import AttentionSite, Refusal
 from sparsify.passes.examples import is_transformers_model
 from sparsify.planning import plan_for, sites_of_config, wanted_configurations
@@ -45,6 +47,11 @@ class Facts(Protocol):
     @property
     def refusals(self) -> tuple[Refusal, ...]:
         """The rest."""
+        ...
+
+    @property
+    def programs(self) -> tuple[Proved, ...]:
+        """What was captured."""
         ...
 
     @property
@@ -145,14 +152,14 @@ def plan_model(
     """The plan of a model whose attention was proved.
 
     Args:
-        model: None where only the sites are at hand; then only attention is estimated.
+        model: None where only its inspection is at hand, which serves for all but samples.
         samples: texts or token ids to measure the score recall on; of language models only.
 
     Raises:
         As `planning.plan_for` and `Request.target`, and UsageError for unusable samples.
     """
     say = progress or (lambda _: None)
-    shape, notes = _shape_of(model)
+    shape, notes = _shape_of(model, found)
     target = request.target(policy, shape)
     sites = planner.execution_order(found.sites, found.refusals, found.order or None)
     losses = None
@@ -176,18 +183,31 @@ def plan_model(
     )
 
 
-def _shape_of(model: torch.nn.Module | None) -> tuple[ModelShape | None, tuple[str, ...]]:
-    """The model around its attention, where its config tells."""
-    if model is None or not is_transformers_model(model):
+def _shape_of(
+    model: torch.nn.Module | None, found: Facts
+) -> tuple[ModelShape | None, tuple[str, ...]]:
+    """The model around its attention: of its config where there is one that tells, else of what was
+    captured; None where neither does."""
+    if model is not None and is_transformers_model(model):
+        try:
+            return read_config(_config_of(model)), ()
+        except UsageError:
+            pass  # an architecture that is not described; the graph is
+    if not found.programs:
         return None, ()
-    config: Any = model.config
+    captured = found.programs[0].captured
     try:
-        told = {**config.to_dict()}
-        if told.get("dtype") is None and told.get("torch_dtype") is None:
-            told["dtype"] = str(next(model.parameters()).dtype).removeprefix("torch.")
-        return read_config(told), ()
-    except UsageError as error:
-        return None, (f"The config does not describe the whole model: {error.message}",)
+        return graph_shape(captured, found.sites, found.refusals, name=found.model), ()
+    except NothingToDoError as error:
+        return None, (error.message,)
+
+
+def _config_of(model: Any) -> dict[str, Any]:
+    """Its config with the type of its weights, which configs of models in memory may lack."""
+    told = dict(model.config.to_dict())
+    if told.get("dtype") is None and told.get("torch_dtype") is None:
+        told["dtype"] = str(next(model.parameters()).dtype).removeprefix("torch.")
+    return told
 
 
 def _ids_of(

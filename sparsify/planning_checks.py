@@ -10,6 +10,7 @@ from sparsify.cost_model.search import LEAST_BUDGET_TOKENS, Candidate, examine
 from sparsify.cost_model.times import Source, TimeEstimate
 from sparsify.cost_model.workload import AttentionShape, Phase
 from sparsify.errors import InfeasibleError
+from sparsify.ir import site_name
 from sparsify.planning_result import Row, Scaled
 from sparsify.planning_work import Work
 
@@ -28,7 +29,13 @@ def check(work: Work, rows: Sequence[Row], planned: TimeEstimate, choice: Choice
 
 
 def _check_memory(work: Work, rows: Sequence[Row]) -> None:
-    cost = work.target.cost({row.layer.fqn: Configuration.of(row.layer) for row in rows})
+    cost = work.target.cost(
+        {
+            site_name(row.layer.fqn, row.layer.ordinal): Configuration.of(row.layer)
+            for row in rows
+            if row.layer.sparse
+        }
+    )
     if cost is None or cost.memory.total_bytes <= work.target.gpu.memory_bytes:
         return
     need = cost.memory

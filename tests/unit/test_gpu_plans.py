@@ -147,3 +147,28 @@ def test_a_config_of_another_model_does_not(gpu):
     described = plan_config(sp.Policy.auto(), read_config(other), Request(gpu, 131_072))
     with pytest.raises(sp.UsageError, match=r"model\.layers\.3\.self_attn, where the model has no"):
         sp.sparsify(model(), plan=described.plan, inspection=found())
+
+
+class Module(torch.nn.Module):
+    """Attention with a width of its own, no language model."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv = torch.nn.Linear(64, 192, bias=False)
+        self.out = torch.nn.Linear(64, 64, bias=False)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).unflatten(-1, (3, 4, 16)).permute(2, 0, 3, 1, 4)
+        y = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(y.transpose(1, 2).flatten(2))
+
+
+def test_modules_are_planned_by_what_was_captured(gpu):
+    module, x = Module().eval(), torch.randn(1, 40, 64)
+    policy = sp.Policy.moba(block_size=128, topk=8)
+    plan = sp.plan(module, policy, (x,), gpu=gpu, context=131_072)
+    assert plan.estimate["of"] == "the whole model" and plan.rewritten
+    result = sp.sparsify(module, args=(x,), plan=plan)
+    assert result.plan == plan
+    with pytest.raises(sp.UsageError, match="Samples need a language model"):
+        sp.plan(module, policy, (x,), gpu=gpu, context=131_072, samples=["text"])
