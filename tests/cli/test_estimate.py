@@ -167,7 +167,7 @@ def test_numbers_never_break_in_narrow_terminals(cli, monkeypatch, columns):
     words = (LLAMA, "--gpu", "b200", "--context", "128k", "--policy", "msa-m3")
     code, out, _ = cli("estimate", *words)
     assert code == 0
-    row = r"[\d,.]+-[\d,.]+ .* [\d.]+-[\d.]+x +[\d.]+-[\d.]+x +range"
+    row = r" [\d,]{3,}-[\d,]{3,} .* [\d.]+-[\d.]+x .* [\d.]+-[\d.]+x +range"
     assert columns == "40" or re.search(row, out)
 
 
@@ -179,6 +179,22 @@ def test_a_folder_and_a_captured_factory(cli, llama, factories):
     assert folder["model"] == llama.name and folder["rows"][0]["layers"]["sparse"] == 3
     factory = report(cli, "cli_models:attention", "--gpu", "h200", "--context", "32k")
     assert factory["rows"][0]["layers"]["sparse"] == 1
+
+
+def test_a_gguf_file_and_a_cached_id(cli, tmp_path, monkeypatch):
+    pytest.importorskip("gguf")
+    from tests._util.tiny_gguf import LAYERS, write_gguf
+
+    words = ("--gpu", "h200", "--context", "32k", "--policy", "msa-m3")
+    found = report(cli, write_gguf(tmp_path / "tiny.gguf"), *words)
+    assert found["model"] == "tiny" and found["rows"][0]["layers"]["sparse"] == LAYERS
+    hub = tmp_path / "models--some--llama"
+    (hub / "refs").mkdir(parents=True)
+    (hub / "refs" / "main").write_text("abc")
+    (hub / "snapshots" / "abc").mkdir(parents=True)
+    (hub / "snapshots" / "abc" / "config.json").write_bytes(LLAMA.read_bytes())
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    assert report(cli, "some/llama", *words)["model"] == "some/llama"
 
 
 def test_a_plan(cli, rewritten, llama):
