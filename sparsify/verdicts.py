@@ -20,8 +20,15 @@ def short_tokens(count: int) -> str:
     """A context with its unit: "128K", "1M", "17.2K", "900"."""
     for size, letter in ((1 << 20, "M"), (1 << 10, "K")):
         if count >= size:
-            return f"{count / size:.3g}{letter}"
+            number = count / size
+            return f"{number:,.0f}{letter}" if number >= 100 else f"{number:.3g}{letter}"
     return str(count)
+
+
+def _factor(number: float) -> str:
+    """A factor with digits that mean something: "1.43", "14.3", "1,430"."""
+    digits = 2 if number < 10 else 1 if number < 100 else 0
+    return f"{number:,.{digits}f}"
 
 
 def verdict_on(row: Row, gpu: Gpu, rivals: int) -> str:
@@ -30,6 +37,8 @@ def verdict_on(row: Row, gpu: Gpu, rivals: int) -> str:
     `rivals` is how many configurations it was chosen from as the fastest.
     """
     name = row.configuration.label
+    if row.configuration.needs_training:
+        name += " (once its indexer is trained)"
     if not row.layers["sparse"] and row.crossover_tokens is None:
         return f"Nothing is sparse{CALLS[Phase(row.phase)]}: all attention stays dense."
     start = (
@@ -53,7 +62,7 @@ def _crossover(row: Row, gpu: Gpu) -> str:
 
 def _gain(row: Row) -> str:
     whole = row.end_to_end
-    low, high = f"{whole.low:.2f}", f"{whole.high:.2f}"
+    low, high = _factor(whole.low), _factor(whole.high)
     span = low if low == high else f"{low}-{high}"
     doubt = ""
     if whole.high <= 1:
@@ -61,7 +70,7 @@ def _gain(row: Row) -> str:
     elif whole.low < 1:
         doubt = ", so it may be slower"
     where = f"at {short_tokens(row.context_tokens)}{CALLS[Phase(row.phase)]}"
-    return f"{where} expect {span}x end to end (bound {whole.bound:.2f}x){doubt}"
+    return f"{where} expect {span}x end to end (bound {_factor(whole.bound)}x){doubt}"
 
 
 def assumptions_of(model: ModelShape, rows: Sequence[Row], degree: int) -> Iterator[str]:
