@@ -69,10 +69,11 @@ def measure(
     losses: dict[str, dict[Configuration, float]] = {key: {} for key in wanted}
     rows = 0
     for number, ids in enumerate(samples, start=1):
-        say(f"measuring recall on sample {number} of {len(samples)} ({ids.shape[1]:,} tokens)")
         rows += sum(len(part) for part in _row_runs(ids.shape[1]))
+        text = f"recall on sample {number} of {len(samples)} ({ids.shape[1]:,} tokens)"
 
-        def observe(call: SiteCall) -> None:
+        def observe(call: SiteCall, text: str = text) -> None:
+            say(f"{text}: {call.plan.fqn}")
             known = losses[call.plan.key]
             for configuration, loss in _losses(call, wanted[call.plan.key]).items():
                 known[configuration] = max(loss, known.get(configuration, 0.0))
@@ -121,9 +122,10 @@ def _losses(call: SiteCall, configurations: Sequence[Configuration]) -> dict[Con
             continue
         part = _part(call, rows)
         mass_HRS = _mass(part, rows)
+        by_size = {size: _by_block(mass_HRS, size) for size in {c.block_size for c in sparse}}
         for c in sparse:
             first = max(c.block_size * c.topk - rows.start, 0)
-            kept_HR = _kept(part, mass_HRS, c)[:, first:]
+            kept_HR = _kept(part, by_size[c.block_size], c)[:, first:]
             sums[c] += float(kept_HR.sum())
             counts[c] += kept_HR.numel()
     return {c: 1 - sums[c] / counts[c] for c in configurations if counts[c]}
@@ -153,16 +155,19 @@ def _mass(part: SiteCall, rows: range) -> torch.Tensor:
     return scores_HRS.masked_fill_(future_RS, -torch.inf).softmax(-1)
 
 
-def _kept(part: SiteCall, mass_HRS: torch.Tensor, configuration: Configuration) -> torch.Tensor:
+def _by_block(mass_HRS: torch.Tensor, size: int) -> torch.Tensor:
+    """Mass of every block, and none in one more behind them, `[H, R, N + 1]`."""
+    n_S = mass_HRS.shape[2]
+    n_N = -(-n_S // size)
+    padded = torch.nn.functional.pad(mass_HRS, (0, (n_N + 1) * size - n_S))
+    return padded.view(*padded.shape[:2], n_N + 1, size).sum(-1)
+
+
+def _kept(part: SiteCall, mass_HRN: torch.Tensor, configuration: Configuration) -> torch.Tensor:
     """Share of each row's mass that the configuration's blocks hold, `[H, R]`."""
     plan = _as_layer(part.plan.fqn, part.plan.ordinal, configuration)
-    lists = select(dataclasses.replace(part, plan=plan))[0]
-    lists_HRK = lists.repeat_interleave(mass_HRS.shape[0] // lists.shape[0], 0)
-    size, n_S = configuration.block_size, mass_HRS.shape[2]
-    n_N = -(-n_S // size)
-    padded = torch.nn.functional.pad(mass_HRS, (0, n_N * size - n_S))
-    mass_HRN = padded.view(*padded.shape[:2], n_N, size).sum(-1)
-    # Empty places read a block of no mass behind the others.
-    mass_HRN = torch.nn.functional.pad(mass_HRN, (0, 1))
-    index_HRK = lists_HRK.long().masked_fill(lists_HRK < 0, n_N)
+    lists = select(dataclasses.replace(part, plan=plan))[0].long()
+    lists_HRK = lists.repeat_interleave(mass_HRN.shape[0] // lists.shape[0], 0)
+    # Empty places, -1, read the block without mass.
+    index_HRK = lists_HRK.masked_fill(lists_HRK < 0, mass_HRN.shape[2] - 1)
     return mass_HRN.gather(-1, index_HRK).sum(-1)

@@ -128,7 +128,7 @@ def test_prompts_measure_quality(cli, wide, gpu, tmp_path):
     code, out, err = cli("plan", wide, *words, "--prompts", tmp_path / "prompts.txt")
     assert code == 0, err
     assert "Measured on the samples: mean score recall" in out
-    assert "measuring recall on sample 1 of 1" in err
+    assert "recall on sample 1 of 1" in err
     code, _, err = cli("plan", wide, *words)
     assert code == 2 and "quality budget" in err and "--prompts" in err
 
