@@ -66,6 +66,7 @@ class CostCurves:
     full_tokens: int | None
     asked_tokens: Sequence[int]
     layers: int
+    sparse_layers: int
     range_means: str
     source: str
 
@@ -157,6 +158,8 @@ def _draw_times(axes: Any, curves: CostCurves) -> None:
     every = (*dense, *sparse)  # with room for the legend above, and for what is said below
     axes.set_ylim(0.12 * min(r.low for r in every), 20 * max(r.high for r in every))
     layers = "one layer" if curves.layers == 1 else f"all {curves.layers} layers"
+    if curves.sparse_layers < curves.layers:
+        layers += f" ({curves.sparse_layers} of them sparse)"
     axes.set_title(f"Attention of {layers}, without the rest of the model", fontsize=11)
     axes.set_ylabel("time")
     _contexts_axis(axes, curves)

@@ -58,7 +58,7 @@ ModelOrConfig = Annotated[
     typer.Argument(
         metavar="MODEL",
         help="A config.json or a folder that holds one, a .gguf file, the id of a model in the "
-        "local Hugging Face cache, or package.module:factory. No weights are read.",
+        "local Hugging Face cache, or package.module:factory. Weights are not read from files.",
         show_default=False,
     ),
 ]

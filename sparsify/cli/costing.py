@@ -212,6 +212,7 @@ def curves(question: Question, found: Estimate) -> CostCurves:
         full_tokens=next((row.context_tokens for row in rows if not row.fits), None),
         asked_tokens=question.contexts,
         layers=len(question.model.attention_layers),
+        sparse_layers=best.layers["sparse"],
         range_means=_range_means(best),
         source=_source(found, question),
     )

@@ -33,6 +33,7 @@ CURVES = CostCurves(
     full_tokens=None,
     asked_tokens=[32_768],
     layers=32,
+    sparse_layers=32,
     range_means="shaded: the truth may be anywhere in it",
     source="from datasheets",
 )
@@ -89,7 +90,11 @@ def test_contexts_beyond_the_memory_are_marked(tmp_path, full):
 
 
 def test_one_layer_and_batches_are_named(tmp_path):
-    said = texts(replace(CURVES, layers=1, batch=8), tmp_path)
+    assert "all 32 layers, without" in texts(CURVES, tmp_path)
+    assert "all 32 layers (29 of them sparse)," in texts(
+        replace(CURVES, sparse_layers=29), tmp_path
+    )
+    said = texts(replace(CURVES, layers=1, sparse_layers=1, batch=8), tmp_path)
     assert "Attention of one layer" in said and "prefill, batch 8" in said
 
 
