@@ -172,6 +172,7 @@ def plan(
     tokenizer: Any = None,
     tensor_parallel: int = 1,
     min_speedup: float | None = None,
+    calibration: str | Path | None = None,
     progress: Progress | None = None,
 ) -> Plan:
     """Decide what to do at every site under `policy`; with a GPU and a context, also where it pays.
@@ -184,6 +185,7 @@ def plan(
         samples, tokenizer: texts (or token ids) to measure score recall on. Without, `Policy.auto`
             only knows an order of quality. Needs the model itself, not its inspection.
         min_speedup: expected end to end, or it is an error.
+        calibration: a file of efficiencies measured on that GPU, instead of this package's own.
 
     Raises:
         UsageError: a rule of the policy matches no site, or GPU, context or samples are missing.
@@ -193,7 +195,7 @@ def plan(
         InfeasibleError: memory, speed-up or quality budget cannot be met.
     """
     _must_be(policy, Policy, "policy", A_POLICY)
-    request = Request(gpu, context, batch, phase, tensor_parallel, min_speedup)
+    request = Request(gpu, context, batch, phase, tensor_parallel, min_speedup, calibration)
     found = model if isinstance(model, Inspection) else inspect(model, args, kwargs)
     if samples is None and not request.names_a_target(policy):
         return planner.make_plan(

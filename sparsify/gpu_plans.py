@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -70,10 +71,11 @@ class Request:
     phase: str | None = None
     tensor_parallel: int = 1
     min_speedup: float | None = None
+    calibration: str | Path | None = None
 
     def names_a_target(self, policy: Policy) -> bool:
         """Whether a plan for a GPU is wanted, not just the policy's decisions."""
-        given = (self.gpu, self.context, self.phase, self.min_speedup)
+        given = (self.gpu, self.context, self.phase, self.min_speedup, self.calibration)
         sized = self.batch != 1 or self.tensor_parallel != 1
         return sized or any(x is not None for x in given) or bool(policy.autos)
 
@@ -103,6 +105,7 @@ class Request:
             phase=self.phase or _agreed(policy, "phase") or "prefill",
             batch=self.batch,
             tensor_parallel=self.tensor_parallel,
+            calibration=self.calibration,
             model=model,
         )
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from sparsify.cost_model.choosing import Choice
 from sparsify.cost_model.configuration import PUBLISHED, Configuration
-from sparsify.cost_model.search import LEAST_BUDGET_TOKENS, Candidate, examine
+from sparsify.cost_model.search import LEAST_BUDGET_TOKENS, NEAR_FASTEST, Candidate, examine
 from sparsify.cost_model.times import Source, TimeEstimate
 from sparsify.cost_model.workload import AttentionShape, Phase
 from sparsify.errors import InfeasibleError
@@ -15,6 +15,8 @@ from sparsify.planning_result import Row, Scaled
 from sparsify.planning_work import Work
 
 __all__ = ["check", "notes_of"]
+
+_NEAR = f"within {NEAR_FASTEST - 1:.0%} of the fastest"
 
 
 def check(work: Work, rows: Sequence[Row], planned: TimeEstimate, choice: Choice | None) -> None:
@@ -150,11 +152,13 @@ def _on_quality(work: Work, rows: Sequence[Row]) -> Iterator[str]:
                 f"Measured on the samples: mean score recall {recall:.3f} over the sparse layers. "
                 "Losses of layers are taken to add up; `sparsify verify` judges the whole."
             )
+        if work.autos and work.least_recall is None:
+            yield f"Of the plans {_NEAR} the one that loses least on the samples was taken."
         return
     if work.autos:
         yield (
             "Quality was not measured, only put in order: more tokens read first, of equal numbers "
-            "the smaller block (arXiv 2511.11571). Of what is within 10 % of the fastest and reads "
+            f"the smaller block (arXiv 2511.11571). Of what is {_NEAR} and reads "
             f"at least {LEAST_BUDGET_TOKENS:,} tokens, the first was taken. Samples would tell."
         )
 

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from sparsify.cost_model.calibration import Calibration, packaged_calibration
+from sparsify.cost_model.calibration import (
+    Calibration,
+    load_calibration,
+    packaged_calibration,
+)
 from sparsify.cost_model.configuration import DENSE, Configuration
 from sparsify.cost_model.hardware import Gpu, load_gpu
 from sparsify.cost_model.model_cost import ModelCost, model_cost
@@ -19,6 +24,8 @@ __all__ = ["Target"]
 
 # Keys and values are cached in two-byte numbers.
 BF16 = ElementBytes()
+# Beyond these a number is a slip.
+MOST = {"context": 1 << 30, "batch": 1 << 20, "tensor_parallel": 1 << 10}
 
 
 @dataclass(frozen=True)
@@ -41,26 +48,34 @@ class Target:
         phase: str = "prefill",
         batch: int = 1,
         tensor_parallel: int = 1,
+        calibration: str | Path | None = None,
         model: ModelShape | None = None,
     ) -> Target:
         """From what the user says.
 
+        Args:
+            calibration: a file of efficiencies measured on that GPU; by default those that come
+                with this package, if any.
+
         Raises:
             UnknownGpuError: no figures are known for that GPU.
-            UsageError: an impossible number, or no such phase.
+            UsageError: an impossible number, no such phase, or a wrong calibration.
         """
-        for name, value in (
-            ("context", context_tokens),
-            ("batch", batch),
-            ("tensor_parallel", tensor_parallel),
-        ):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise UsageError(f"{name} is {value!r}; expected a whole number of at least 1.")
+        given = {"context": context_tokens, "batch": batch, "tensor_parallel": tensor_parallel}
+        for name, value in given.items():
+            whole = isinstance(value, int) and not isinstance(value, bool)
+            if not whole or not 1 <= value <= MOST[name]:
+                raise UsageError(
+                    f"{name} is {value!r:.40}; expected a whole number from 1 to {MOST[name]:,}."
+                )
         if phase not in list(Phase):
-            raise UsageError(f"Unknown phase {phase!r}; use {', '.join(Phase)}.")
+            raise UsageError(f"Unknown phase {phase!r:.40}; use {', '.join(Phase)}.")
         found = load_gpu(gpu)
+        known = packaged_calibration(found)
+        if calibration is not None:
+            known = load_calibration(calibration, found)
         workload = Workload.of(Phase(phase), context_tokens, batch)
-        return cls(found, workload, tensor_parallel, packaged_calibration(found), model)
+        return cls(found, workload, tensor_parallel, known, model)
 
     @property
     def situation(self) -> Situation:

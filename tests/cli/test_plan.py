@@ -153,6 +153,7 @@ def faults(gpu, config):
         "policy": ((*full[:2], "--policy", "kimi", "--gpu", gpu), 2, "kimi-1m"),
         "model": (("plan", "none.json", *full[2:]), 2, "none.json"),
         "empty": (("plan", "", *full[2:]), 2, "MODEL is empty"),
+        "calibration": ((*full, "--calibration", "none.json"), 2, "none.json"),
         "phase": ((*full, "--phase", "prefil"), 2, "prefill"),
     }
 

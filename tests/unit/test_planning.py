@@ -90,6 +90,8 @@ def test_auto_chooses_and_says_what_it_does_not_know():
     assert "Quality was not measured, only put in order" in text
     assert "needs-training" in text and "never chosen" in text
     assert len(found.front) > 1 and len(found.sensitivity) == 3
+    fixed = " ".join(planned(MOBA).notes)
+    assert "Quality was not measured" not in fixed and "needs-training" not in fixed
 
 
 def test_rules_hold_beside_auto():
@@ -213,6 +215,18 @@ def test_auto_keeps_a_quality_budget():
         planned(Policy.auto(quality=BUDGET), losses=losses())
 
 
+def test_with_samples_and_no_budget_the_least_loss_near_the_fastest_is_taken():
+    close = losses(_64_32=0.3, _128_16=0.05)
+    times = {
+        size: planned(Policy.moba(block_size=size, topk=2048 // size)).planned.expected_ms
+        for size in (64, 128)
+    }
+    assert times[128] < times[64]
+    assert {x.block_size for x in planned(losses=close).plan.rewritten} == {128}
+    found = planned(losses=close)
+    assert "within 10% of the fastest the one that loses least" in " ".join(found.notes)
+
+
 def test_a_fixed_policy_is_held_against_its_budget():
     policy = Policy.moba(block_size=128, topk=16, quality=BUDGET)
     assert planned(policy, losses=losses(_128_16=0.05)).plan.rewritten
@@ -256,6 +270,8 @@ def test_no_attention_is_nothing_to_do():
         ({"context_tokens": 0}, "context is 0"),
         ({"context_tokens": True}, "context is True"),
         ({"batch": 0}, "batch is 0"),
+        ({"batch": 1 << 21}, "from 1 to 1,048,576"),
+        ({"context_tokens": 1 << 31}, "from 1 to 1,073,741,824"),
         ({"tensor_parallel": -1}, "tensor_parallel is -1"),
         ({"phase": "prefil"}, "Unknown phase 'prefil'; use prefill, decode, training"),
     ],
