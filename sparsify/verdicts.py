@@ -41,12 +41,9 @@ def verdict_on(row: Row, gpu: Gpu, rivals: int) -> str:
         name += " (once its indexer is trained)"
     if not row.layers["sparse"] and row.crossover_tokens is None:
         return f"Nothing is sparse{CALLS[Phase(row.phase)]}: all attention stays dense."
-    start = (
-        f"{name}, the fastest of {rivals} at {short_tokens(row.context_tokens)}"
-        if (rivals > 1)
-        else name
-    )
-    return f"{start}: {_crossover(row, gpu)}; {_gain(row)}."
+    if rivals > 1:
+        name += f", the fastest of {rivals} at {short_tokens(row.context_tokens)}"
+    return f"{name}: {_crossover(row, gpu)}; {_gain(row)}."
 
 
 def _crossover(row: Row, gpu: Gpu) -> str:

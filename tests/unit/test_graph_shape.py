@@ -58,6 +58,44 @@ def test_the_graph_of_a_model_says_what_its_config_says(name):
     assert graph.total_params == sum(p.numel() for p in model.parameters())
 
 
+def test_soft_caps_and_sinks_cost_what_attention_costs():
+    """Refused in a form that is not read: sizes come from the two products around the softmax."""
+    model = build_gemma2()
+    graph, config = by_graph(model), by_config(model)
+    assert [layer.attention for layer in graph.layers] == [
+        layer.attention for layer in config.layers
+    ]
+    assert all(layer.fixed for layer in graph.layers) and not graph.full_attention_layers
+    assert not any("not counted" in sentence for sentence in graph.assumptions)
+    assert graph.total_params == config.total_params
+
+
+def build_gemma2():
+    config = tf.Gemma2Config(**{**SMALL, "head_dim": 8, "sliding_window": 4096})
+    return tf.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+
+
+class Shared(torch.nn.Module):
+    """One projection used by two attentions."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv = torch.nn.Linear(32, 96, bias=False)
+
+    def forward(self, x):
+        for _ in range(2):
+            q, k, v = (p.unflatten(-1, (4, 8)).transpose(1, 2) for p in self.qkv(x).chunk(3, -1))
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            x = x + y.transpose(1, 2).flatten(2)
+        return x
+
+
+def test_shared_weights_are_held_once_and_used_twice():
+    shape = by_graph(Shared(), torch.randn(2, 8, 32))
+    assert shape.total_params == 32 * 96
+    assert sum(layer.gemm_params for layer in shape.layers) == 2 * 32 * 96
+
+
 def test_another_width_is_another_shape():
     wider = by_graph(build("llama", intermediate_size=65))
     assert wider.layers[0].mlp_params == by_config(build("llama")).layers[0].mlp_params + 3 * 48
