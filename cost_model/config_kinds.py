@@ -104,9 +104,9 @@ def _named(fields: Fields, name: str) -> LayerKind:
 def _by_period(fields: Fields, count: int) -> tuple[LayerKind, ...] | None:
     """Hybrids that tell where their few attention layers stand."""
     if fields.text("model_type").startswith("llama4") and fields.has("attention_chunk_size"):
-        every = fields.whole("no_rope_layer_interval", default=4)
+        step = fields.whole("no_rope_layer_interval", default=4)
         rotated = fields.sequence("no_rope_layers", count, int) or tuple(
-            (index + 1) % every for index in range(count)
+            (index + 1) % step for index in range(count)
         )
         chunked = _named(fields, "chunked_attention")
         return tuple(chunked if rotates else FULL for rotates in rotated)

@@ -111,7 +111,8 @@ class ModelShape:
 
     `head_params` is the weight that logits are computed with; when it is `tied`, it is the
     embedding and held once. `other_params` are those outside the layers (the final norm, learned
-    positions), less those that several layers share. `assumptions` are sentences about what was not told.
+    positions), less those that several layers share. `assumptions` are sentences about what was
+    not told.
     """
 
     name: str
