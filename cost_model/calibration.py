@@ -8,8 +8,8 @@ A calibration is a JSON file::
                    "group_size": null, "block_size": null, "efficiency": 0.66, "overhead_us": 12.0,
                    "error": 0.03, "points": 17, "contexts": [8192, 1048576]}, ...]}
 
-`efficiency` is the share of the roofline bound (`roofline.stage_bound`, with its factors for waves
-and imbalance) that the kernels reach, `overhead_us` the time that does not depend on the size, and
+`efficiency` is the share of the roofline (`StageBound.kernel_ms`, with its factors for waves and
+imbalance) that the kernels reach, `overhead_us` the time that does not depend on the size, and
 `error` the mean relative error on measurements that the fit did not see. What was measured for one
 GQA group size says nothing of another (M rows of a tile, L2 traffic): an entry with a `group_size`
 serves that one only, null serves all. Block sizes between two calibrated ones are interpolated.

@@ -112,7 +112,7 @@ def _q_outer(pairs: Pairs) -> tuple[StageFormula, ...]:
             flops=attention_flops(pairs.attended),
             dram_bytes=s.BATCH_SEQUENCES * Min(_CONTEXT, read) * kv_row_bytes()
             + _TOKENS * q_and_o_bytes(),
-            l2_bytes=s.BATCH_SEQUENCES * read * kv_row_bytes(),
+            l2_bytes=s.BATCH_SEQUENCES * pairs.attended * kv_row_bytes(),
         ),
     )
 

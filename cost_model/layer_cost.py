@@ -9,7 +9,7 @@ no share of a bound could be promised for one of its stages.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from sparsify.cost_model.calibration import Calibration, FamilyEfficiency
@@ -39,6 +39,8 @@ __all__ = ["WORKSPACE_BYTES", "LayerCost", "StageCost", "crossover_tokens", "lay
 WORKSPACE_BYTES = 2 << 30
 MOST_TOKENS = 1 << 24
 BF16 = ElementBytes()
+# Families of stages that prepare an index.
+PREPARING = ("gemm", "copy")
 
 
 @dataclass(frozen=True)
@@ -184,7 +186,7 @@ def _calibrated(
 ) -> TimeEstimate:
     fixed_ms = entry.overhead_us / 1e3
     efficiency = min(entry.efficiency * call.efficiency_scale, max(1.0, entry.efficiency))
-    work_ms = bound.ms * slowdown(stage, call.processors) / efficiency
+    work_ms = bound.kernel_ms * slowdown(stage, call.processors) / efficiency
     expected = fixed_ms + work_ms
     least = min(bound.ms, expected)
     return TimeEstimate(
@@ -206,7 +208,7 @@ def slowdown(stage: StageCounts, processors: float | None) -> float:
 
 def _dense_range(stage: StageCounts, bound: StageBound) -> TimeEstimate:
     share = share_of_bound(stage.family)
-    launch_ms = stage.launches * LAUNCH_US / 1e3
+    launch_ms = _launch_ms([stage])
     return TimeEstimate(
         bound.ms,
         bound.ms / share.high + launch_ms,
@@ -216,10 +218,38 @@ def _dense_range(stage: StageCounts, bound: StageBound) -> TimeEstimate:
     )
 
 
+def _launch_ms(stages: Iterable[StageCounts]) -> float:
+    return sum(stage.launches for stage in stages) * LAUNCH_US / 1e3
+
+
 def _sparse_range(
     call: _Call, counts: list[StageCounts], bounds: list[StageBound]
 ) -> list[TimeEstimate]:
-    """The range of the speed-up, spread over the stages as their bounds are."""
+    """The range of the speed-up, spread over the stages as their bounds are.
+
+    Products and copies that only prepare the index are no part of the ratio that the range is a
+    share of; they have the ranges of such kernels.
+    """
+    plain = [stage.family in PREPARING for stage in counts]
+    main = [stage for stage, is_plain in zip(counts, plain, strict=True) if not is_plain]
+    main_ms = sum(b.ms for b, is_plain in zip(bounds, plain, strict=True) if not is_plain)
+    work = _sparse_work(call, main, main_ms)
+
+    def time(stage: StageCounts, bound: StageBound, is_plain: bool) -> TimeEstimate:
+        if is_plain:
+            return _dense_range(stage, bound)
+        launch_ms = _launch_ms([stage])
+        low, expected, high = (bound.ms / main_ms * ms + launch_ms for ms in work)
+        return TimeEstimate(bound.ms, low, expected, high, Source.BOUND)
+
+    return [time(*each) for each in zip(counts, bounds, plain, strict=True)]
+
+
+def _sparse_work(
+    call: _Call, stages: list[StageCounts], bound_ms: float
+) -> tuple[float, float, float]:
+    """Shortest, expected and longest time of the sparse stages, launches left out; never shorter
+    than the ratio of the bounds allows."""
     dense = layer_cost(
         call.shape,
         call.workload,
@@ -228,36 +258,16 @@ def _sparse_range(
         element_bytes=call.element_bytes,
         calibration=call.calibration,
     )
-    bound_ms = sum(bound.ms for bound in bounds)
-    low, expected, high = _speedup_range(call, counts, dense, bound_ms)
-    launch_ms = sum(stage.launches for stage in counts) * LAUNCH_US / 1e3
-    reference = dense.time.expected_ms
-
-    def spread(bound: StageBound) -> TimeEstimate:
-        share = bound.ms / bound_ms
-        return TimeEstimate(
-            bound.ms,
-            share * (reference / high + launch_ms),
-            share * (reference / expected + launch_ms),
-            share * (reference / low + launch_ms),
-            Source.BOUND,
-        )
-
-    return [spread(bound) for bound in bounds]
-
-
-def _speedup_range(
-    call: _Call, counts: list[StageCounts], dense: LayerCost, bound_ms: float
-) -> tuple[float, float, float]:
-    """Lowest, expected and highest speed-up; never above the ratio of the bounds."""
     share = share_of_speedup(call.configuration, call.workload.phase)
     if call.workload.phase is Phase.DECODE:
-        ratio = dense.dram_bytes / sum(stage.dram_bytes for stage in counts)
+        ratio = dense.dram_bytes / sum(stage.dram_bytes for stage in stages)
     else:
-        ratio = dense.flops / sum(stage.flops for stage in counts)
+        ratio = dense.flops / sum(stage.flops for stage in stages)
     most = dense.time.bound_ms / bound_ms
-    low, middle, high = (
-        min(part * ratio * call.efficiency_scale, most)
+    # The fixed time of a dense call does not shrink with the work, nor grow.
+    reference = max(dense.time.expected_ms - LAUNCH_US / 1e3, dense.time.bound_ms)
+    high, middle, low = (
+        reference / min(part * ratio * call.efficiency_scale, most)
         for part in (share.low, share.middle, share.high)
     )
     return low, middle, high

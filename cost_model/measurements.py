@@ -136,5 +136,7 @@ def model_row(run: MeasuredRun, gpu: Gpu) -> Row:
         stage = counted(formula, values)
         if (run.phase == "backward") != stage.family.endswith("_backward"):
             continue
-        bounds[stage.family] += stage_bound(stage, gpu, bf16).ms * slowdown(stage, processors)
+        bounds[stage.family] += stage_bound(stage, gpu, bf16).kernel_ms * slowdown(
+            stage, processors
+        )
     return Row({family: ms for family, ms in bounds.items() if ms}, run.ms, run.label)

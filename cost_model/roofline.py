@@ -1,6 +1,7 @@
-"""The least time that a stage can take: the largest of its compute, DRAM and L2 times.
+"""The least time that a stage can take: the larger of its compute and DRAM times.
 
-All rates are the peaks of the GPU's sheet, so no kernel is faster than these bounds. What makes
+All rates are the peaks of the GPU's sheet, so no kernel is faster than these bounds. Traffic through
+the L2 cache depends on how a kernel is made; it limits that kernel, but is no bound. What makes
 real kernels slower and can be counted (idle processors in the last wave, a long work item at the
 end) is in `wave_factor` and `imbalance_factor`; the rest is an efficiency (`calibration`).
 """
@@ -33,13 +34,18 @@ class StageBound:
 
     @property
     def ms(self) -> float:
-        """The least time."""
-        return max(self.compute_ms, self.dram_ms, self.l2_ms)
+        """The least time of any kernel."""
+        return max(self.compute_ms, self.dram_ms)
+
+    @property
+    def kernel_ms(self) -> float:
+        """The least time of a kernel of this kind, its L2 traffic included."""
+        return max(self.ms, self.l2_ms)
 
     @property
     def binding(self) -> Binding:
-        """Which of them it is."""
-        if self.l2_ms > max(self.compute_ms, self.dram_ms):
+        """What limits such a kernel."""
+        if self.l2_ms > self.ms:
             return "l2"
         return "compute" if self.compute_ms > self.dram_ms else "dram"
 
