@@ -1,9 +1,8 @@
 """What kernels reach where nothing was calibrated: ranges, each with its source.
 
 Dense kernels and matrix products have a range of the share of their bound. For sparse attention the
-range is of the *speed-up*: what public kernels made of the ratio of FLOPs (prefill, training) or
-bytes (decode). They span what public kernels were seen to reach, this package's among them; a kernel
-that nobody has written may lie outside.
+range is of the *speed-up*: what public kernels, this package's among them, made of the ratio of
+FLOPs (prefill, training) or bytes (decode). A kernel that nobody has written may lie outside.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The least time that a stage can take: the larger of its compute and DRAM times.
 
-All rates are the peaks of the GPU's sheet, so no kernel is faster than these bounds. Traffic through
-the L2 cache depends on how a kernel is made; it limits that kernel, but is no bound. What makes
-real kernels slower and can be counted (idle processors in the last wave, a long work item at the
-end) is in `wave_factor` and `imbalance_factor`; the rest is an efficiency (`calibration`).
+All rates are the peaks of the GPU's sheet, so no kernel is faster than these bounds. Traffic
+through the L2 cache depends on how a kernel is made; it limits that kernel, but is no bound. What
+makes real kernels slower and can be counted (idle processors in the last wave, a long work item at
+the end) is in `wave_factor` and `imbalance_factor`; the rest is an efficiency (`calibration`).
 """
 
 from __future__ import annotations

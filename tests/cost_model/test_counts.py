@@ -196,5 +196,6 @@ def test_training_adds_the_backward_pass_and_the_index_loss():
 def test_few_queries_run_query_by_query():
     few, many = prefill(512, prefix=2**17), prefill(4096, prefix=2**17)
     assert "combine" not in stages(PUBLISHED[-1], few)
-    assert stages(PUBLISHED[-1], few)["attention"].l2_bytes == 512 * 16 * 128 * 4 * 256 * 2
+    pairs = attended_pairs(512, 2**17 + 512, 128, 16)
+    assert stages(PUBLISHED[-1], few)["attention"].l2_bytes == pairs * 4 * 256 * 2
     assert "combine" in stages(PUBLISHED[-1], many)
