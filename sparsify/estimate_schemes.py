@@ -70,6 +70,13 @@ def schemes_of(model: ModelShape, what: What) -> tuple[Scheme, ...]:
     if isinstance(what, Plan):
         return (_by_plan(model, what),)
     chosen = PUBLISHED if what is None else (what,) if isinstance(what, Configuration) else what
+    if isinstance(chosen, str) or not isinstance(chosen, Sequence):
+        raise UsageError(
+            f"policy is a {type(what).__name__}; it must be a policy, a plan or configurations.",
+            "For a preset or a file: sparsify.load_policy.",
+        )
+    if not chosen or not all(isinstance(one, Configuration) for one in chosen):
+        raise UsageError("policy is a list; all of it must be configurations, one at least.")
     names = [layer.name for layer in model.full_attention_layers]
     return tuple(Scheme(one, dict.fromkeys(names, one)) for one in chosen)
 

@@ -85,8 +85,14 @@ def estimate(
         UnknownGpuError: no figures are known for the GPU.
         NothingToDoError: the model has no full attention.
     """
+    if not isinstance(model, ModelShape | str | Path | Mapping):
+        raise UsageError(
+            f"model is a {type(model).__name__}; it must be a path, an id or the fields of a "
+            "config.",
+            "sparsify.estimate takes modules, too.",
+        )
     shape = model if isinstance(model, ModelShape) else read_model(model)
-    device = gpu if isinstance(gpu, Gpu) else load_gpu(gpu)
+    device = gpu if isinstance(gpu, Gpu) else load_gpu(str(gpu))
     contexts = _contexts(context)
     sizes = element_bytes or ElementBytes()
     if index_bytes is not None:

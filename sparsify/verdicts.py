@@ -17,12 +17,11 @@ DENSE = "dense"
 
 
 def short_tokens(count: int) -> str:
-    """A context with its unit: "128K", "1M", "17.2K", "900"."""
+    """A context as people write it: "128K", "1M"; others with three digits, "17,600"."""
     for size, letter in ((1 << 20, "M"), (1 << 10, "K")):
-        if count >= size:
-            number = count / size
-            return f"{number:,.0f}{letter}" if number >= 100 else f"{number:.3g}{letter}"
-    return str(count)
+        if count >= size and count % size == 0:
+            return f"{count // size:,}{letter}"
+    return f"{int(float(f'{count:.3g}')):,}"
 
 
 def _factor(number: float) -> str:

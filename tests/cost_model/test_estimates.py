@@ -272,7 +272,7 @@ def test_the_verdict_says_what_the_row_holds():
     found = estimate(QWEN, PROXY, context=2**17)
     whole = found.rows[0].end_to_end
     said = re.fullmatch(
-        rf"MSA proxy 128/16: dense is probably faster below [\d.]+K tokens on H200-SXM-141GB; "
+        rf"MSA proxy 128/16: dense is probably faster below [\d,]+ tokens on H200-SXM-141GB; "
         rf"at 128K expect {NUMBER}-{NUMBER}x end to end \(bound {NUMBER}x\)(.*)\.",
         found.verdict,
     )
@@ -311,11 +311,11 @@ def test_an_untrained_indexer_is_named_in_the_verdict():
     [
         (900, "900"),
         (1024, "1K"),
-        (17_613, "17.2K"),
+        (17_613, "17,600"),
         (2**17, "128K"),
         (2**20, "1M"),
         (2**30, "1,024M"),
-        (1_000_000, "977K"),
+        (1_000_000, "1,000,000"),
     ],
 )
 def test_contexts_are_short(tokens, said):
@@ -430,6 +430,17 @@ def test_index_bytes_shrink_the_index():
 def test_what_makes_no_sense_is_one_sentence(options, said):
     with pytest.raises(UsageError, match=re.escape(said)):
         estimate(LLAMA, PROXY, **{"context": 1024, **options})
+
+
+@pytest.mark.parametrize("what", ["msa-m3", 7, [], [PROXY, "x"], Path("policy.yaml")])
+def test_what_is_no_policy_is_refused(what):
+    with pytest.raises(UsageError, match=r"^policy is a "):
+        estimate(LLAMA, what, context=1024)
+
+
+def test_what_is_no_model_is_refused():
+    with pytest.raises(UsageError, match="model is a int"):
+        estimate(7, PROXY, context=1024)
 
 
 def test_unknown_gpus_and_models():
