@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from sparsify.cost_model.configuration import DENSE, Configuration
-from sparsify.cost_model.pareto import Group, Option, Point, front
+from sparsify.cost_model.pareto import EPSILON, Group, Option, Point, front
 from sparsify.cost_model.search import (
     NEAR_FASTEST,
     Candidate,
@@ -79,6 +79,7 @@ def choose(
     most_ms: float | None = None,
     free_bytes: float | None = None,
     least_recall: float | None = None,
+    epsilon: float = EPSILON,
 ) -> Choice:
     """The configurations for `layers`.
 
@@ -88,9 +89,10 @@ def choose(
         most_ms: total time that must not be exceeded, if any plan keeps it.
         free_bytes: memory for caches and workspace of these layers.
         least_recall: mean score recall that the sparse layers must keep; needs losses.
+        epsilon: how exact large fronts are, see `pareto.front`.
     """
     dense_ms = {shape: situation.cost(shape, DENSE).time.expected_ms for shape in candidates}
-    task = _Task(layers, candidates, dense_ms, other_ms, most_ms, free_bytes)
+    task = _Task(layers, candidates, dense_ms, other_ms, most_ms, free_bytes, epsilon)
     if any(layer.losses is not None for layer in layers):
         return _by_loss(task, least_recall)
     return _by_order(task)
@@ -104,6 +106,11 @@ class _Task:
     other_ms: float
     most_ms: float | None
     free_bytes: float | None
+    epsilon: float
+
+    def front(self, groups: Sequence[Group[Configuration]]) -> list[Point[Configuration]]:
+        """The front of these layers."""
+        return front(groups, memory_bytes=self.free_bytes, epsilon=self.epsilon)
 
     def limit_ms(self, fastest_ms: float) -> float:
         """What a plan may take to be near the fastest, and within what was asked for."""
@@ -173,7 +180,7 @@ def _ordered_front(totals: Mapping[Configuration, float], dense: float) -> tuple
 def _by_loss(task: _Task, least_recall: float | None) -> Choice:
     """The fastest plan that keeps `least_recall`, or the one that loses least near the fastest."""
     keys, groups = _groups(task, 0.0)
-    points = front(groups, memory_bytes=task.free_bytes)
+    points = task.front(groups)
     fastest = task.other_ms + min((p.time_ms for p in points), default=0.0)
     shown = tuple(_front_point(point, task.other_ms) for point in points)
     losses = [loss for layer in task.layers for loss in (layer.losses or {}).values()]
@@ -184,7 +191,7 @@ def _by_loss(task: _Task, least_recall: float | None) -> Choice:
         return Choice(_spread(min(near, key=lambda p: p.loss), keys), shown, fastest, True, best)
     # Recall is a mean over the sparse layers: each adds what it loses beyond the budget.
     _, groups = _groups(task, 1 - least_recall)
-    keeping = [p for p in front(groups, memory_bytes=task.free_bytes) if p.loss <= ROUNDING]
+    keeping = [p for p in task.front(groups) if p.loss <= ROUNDING]
     first = min(keeping, key=lambda p: p.time_ms)
     found = _spread(first, keys)
     kept = any(c.sparse for c in found.values()) or not any(task.usable(s) for s in task.candidates)

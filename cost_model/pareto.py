@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from operator import itemgetter
+from typing import Any, Generic, TypeVar
 
 __all__ = ["EPSILON", "LARGE", "Group", "Option", "Point", "front", "undominated"]
 
 # Choices of this module: a front beyond LARGE points is thinned so that no time is off by more than
 # EPSILON of the whole; below that it is exact. Where memory binds, fronts are compared in four
-# costs, pair by pair, so fewer points are kept.
+# costs, pair by pair: beyond LARGE_IN_MEMORY points about so many are kept, without such a promise.
 EPSILON = 1e-3
 LARGE = 1024
 LARGE_IN_MEMORY = 256
@@ -111,16 +112,36 @@ def front(
     Args:
         memory_bytes: what caches and the largest workspace may take together.
         large, epsilon: a front of more points is thinned; then a plan may be slower than the best
-            of its loss by `epsilon` of the fastest plan's time.
+            of its loss by `epsilon` of the fastest plan's time (by more where memory binds).
     """
     limit = memory_bytes if memory_bytes is not None and _binds(groups, memory_bytes) else None
     layers = sum(group.count for group in groups)
     fastest = sum(g.count * min((o.time_ms for o in g.options), default=0.0) for g in groups)
     thin = _Thinning(large, epsilon * fastest / max(layers, 1), limit)
-    points: list[Point[_K]] = [Point(0.0, 0.0)]
+    plans: list[_Plan] = [((0.0, 0.0, 0.0, 0.0), None)]
     for group in groups:
-        points = thin([_joined(a, b) for a in points for b in _group_front(group, thin)])
-    return points
+        own = [(point.costs, point.picks[0]) for point in _group_front(group, thin)]
+        plans = thin([_joined(plan, costs, picks) for plan in plans for costs, picks in own])
+    return [Point(*costs, picks=_picks(taken)) for costs, taken in plans]
+
+
+_Plan = tuple[Costs, Any]
+"""Costs, and what was taken: (what was taken before, picks of the last group), or None."""
+
+
+def _joined(plan: _Plan, costs: Costs, picks: Any) -> _Plan:
+    (time_a, loss_a, cache_a, work_a), before = plan
+    time_b, loss_b, cache_b, work_b = costs
+    total = (time_a + time_b, loss_a + loss_b, cache_a + cache_b, max(work_a, work_b))
+    return total, (before, picks)
+
+
+def _picks(taken: Any) -> tuple[Any, ...]:
+    found = []
+    while taken is not None:
+        taken, picks = taken
+        found.append(picks)
+    return tuple(reversed(found))
 
 
 def _binds(groups: Sequence[Group[_K]], memory_bytes: float) -> bool:
@@ -138,36 +159,26 @@ class _Thinning:
     step_ms: float
     memory_bytes: float | None
 
-    def __call__(self, points: Iterable[Point[_K]]) -> list[Point[_K]]:
+    def __call__(self, plans: Iterable[_Plan]) -> list[_Plan]:
         limit = self.memory_bytes
-        fitting = (p for p in points if limit is None or p.cache_bytes + p.workspace_bytes <= limit)
-        kept = undominated(fitting, _costs_of, memory=limit is not None)
+        if limit is not None:
+            plans = [plan for plan in plans if plan[0][2] + plan[0][3] <= limit]
+        kept = undominated(plans, itemgetter(0), memory=limit is not None)
         large = self.large if limit is None else min(self.large, LARGE_IN_MEMORY)
         return list(self._thinned(kept)) if len(kept) > large else kept
 
-    def _thinned(self, points: list[Point[_K]]) -> Iterator[Point[_K]]:
+    def _thinned(self, plans: list[_Plan]) -> Iterator[_Plan]:
         """Of each step of time the plan with the least loss and that with the least memory."""
-        buckets: dict[int, list[Point[_K]]] = {}
-        for point in points:
-            buckets.setdefault(int(point.time_ms / self.step_ms), []).append(point)
+        step_ms = self.step_ms
+        if self.memory_bytes is not None:
+            step_ms = max(step_ms, (plans[-1][0][0] - plans[0][0][0]) / LARGE_IN_MEMORY)
+        buckets: dict[int, list[_Plan]] = {}
+        for plan in plans:
+            buckets.setdefault(int(plan[0][0] / step_ms), []).append(plan)
         for bucket in buckets.values():
-            best = min(bucket, key=lambda p: p.loss)
-            small = min(bucket, key=lambda p: p.cache_bytes + p.workspace_bytes)
+            best = min(bucket, key=lambda plan: plan[0][1])
+            small = min(bucket, key=lambda plan: plan[0][2] + plan[0][3])
             yield from (best,) if best is small or self.memory_bytes is None else (best, small)
-
-
-def _costs_of(point: Point[_K]) -> Costs:
-    return point.costs
-
-
-def _joined(a: Point[_K], b: Point[_K]) -> Point[_K]:
-    return Point(
-        a.time_ms + b.time_ms,
-        a.loss + b.loss,
-        a.cache_bytes + b.cache_bytes,
-        max(a.workspace_bytes, b.workspace_bytes),
-        a.picks + b.picks,
-    )
 
 
 def _group_front(group: Group[_K], thin: _Thinning) -> list[Point[_K]]:
@@ -185,10 +196,18 @@ def _group_front(group: Group[_K], thin: _Thinning) -> list[Point[_K]]:
             for counts in found
             for at in range(len(options))
         }
-        by_picks = {(p := _multiset(options, counts)).picks: (p, counts) for counts in more}
-        points = thin(point for point, _ in by_picks.values())
-        found = {by_picks[point.picks][1] for point in points}
+        plans = [(point.costs, (point, counts)) for point, counts in _points(options, more)]
+        kept = [taken for _, taken in thin(plans)]
+        points = [point for point, _ in kept]
+        found = {counts for _, counts in kept}
     return points
+
+
+def _points(
+    options: list[Option[_K]], every: Iterable[tuple[int, ...]]
+) -> Iterator[tuple[Point[_K], tuple[int, ...]]]:
+    for counts in sorted(every):
+        yield _multiset(options, counts), counts
 
 
 def _multiset(options: list[Option[_K]], counts: tuple[int, ...]) -> Point[_K]:

@@ -10,6 +10,7 @@ from typing import Any
 from sparsify import planner
 from sparsify.cost_model.choosing import Choice, Layer, choose
 from sparsify.cost_model.configuration import DENSE, Configuration
+from sparsify.cost_model.pareto import EPSILON
 from sparsify.cost_model.search import Candidate, candidates, examine
 from sparsify.cost_model.times import TimeEstimate
 from sparsify.cost_model.workload import AttentionShape
@@ -19,6 +20,9 @@ from sparsify.plans import LayerPlan
 from sparsify.policy import MSA, Auto, Dense, MoBA, Policy
 
 __all__ = ["ConfigSite", "Found", "Losses", "OpenSite", "Work"]
+
+# Enough to see whether a choice stands.
+COARSE = 0.03
 
 Losses = Mapping[str, Mapping[Configuration, float]]
 """Measured 1 - score recall, by site key and configuration."""
@@ -212,6 +216,7 @@ class Work:
             most_ms=most,
             free_bytes=self.free_bytes,
             least_recall=self.least_recall,
+            epsilon=EPSILON if scale == 1.0 else COARSE,
         )
 
     def scaled_candidates(self, scale: float) -> dict[AttentionShape, list[Candidate]]:
