@@ -10,13 +10,11 @@ from typing import Any
 import torch
 
 from sparsify import planner
-from sparsify.cost_model.model_shape import ModelShape
 from sparsify.errors import NothingToDoError, UsageError
 from sparsify.estimate_report import Estimate
 from sparsify.gpu_plans import Request, plan_model
-from sparsify.graph_shape import graph_shape
-from sparsify.hosts.graph import Proved, agreed
-from sparsify.ir import AttentionSite, Refusal, site_key
+from sparsify.hosts.graph import agreed
+from sparsify.inspections import Inspection, captured_shape
 from sparsify.passes.examples import is_transformers_model
 from sparsify.plans import Plan
 from sparsify.policy import Policy
@@ -38,41 +36,6 @@ __all__ = [
 
 Progress = Callable[[str], None]
 A_POLICY = "a Policy (for a preset or a file: sparsify.load_policy)"
-
-
-@dataclasses.dataclass(frozen=True)
-class Inspection:
-    """All attention of a model: what can be replaced, and what cannot and why.
-
-    Refusals with the code NOT_ATTENTION only resemble attention.
-    `expected` is the number of attention layers that the model's config names, if it names any.
-    `order` holds the site keys in execution order, `programs` what was captured.
-    """
-
-    model: str
-    sites: tuple[AttentionSite, ...]
-    refusals: tuple[Refusal, ...]
-    notes: tuple[str, ...] = ()
-    expected: int | None = None
-    order: tuple[str, ...] = ()
-    programs: tuple[Proved, ...] = dataclasses.field(default=(), repr=False, compare=False)
-
-    @property
-    def keys(self) -> tuple[str, ...]:
-        """Keys of all attention found; look-alikes do not count."""
-        refused = [site_key(r.fqn, r.ordinal) for r in self.refusals if r.code != "NOT_ATTENTION"]
-        return (*(site_key(site.fqn, site.ordinal) for site in self.sites), *refused)
-
-    def to_json(self) -> dict[str, Any]:
-        """The document of `inspect --json`."""
-        return {
-            "schema": 1,
-            "model": self.model,
-            "expected": self.expected,
-            "sites": [site.to_json() for site in self.sites],
-            "refusals": [refusal.to_json() for refusal in self.refusals],
-            "notes": list(self.notes),
-        }
 
 
 @dataclasses.dataclass
@@ -198,9 +161,7 @@ def plan(
     request = Request(gpu, context, batch, phase, tensor_parallel, min_speedup, calibration)
     found = model if isinstance(model, Inspection) else inspect(model, args, kwargs)
     if samples is None and not request.names_a_target(policy):
-        return planner.make_plan(
-            policy, found.sites, found.refusals, model=found.model, order=found.order or None
-        )
+        return _plan_of(None, found, policy)
     module = None if isinstance(model, Inspection) else model
     options = {"samples": samples, "tokenizer": tokenizer, "progress": progress}
     return plan_model(module, found, policy, request, **options).plan
@@ -236,19 +197,8 @@ def estimate(
         longest = getattr(getattr(model, "config", None), "max_position_embeddings", None)
         model = inspect(model, args, kwargs)
     if isinstance(model, Inspection):
-        model = _shape_of(model, longest)
+        model = captured_shape(model, longest)
     return estimates.estimate(model, policy, **options)
-
-
-def _shape_of(found: Inspection, longest: Any) -> ModelShape:
-    """What was captured as the cost model sees it; `longest` is the context it is made for."""
-    if not found.programs:
-        raise UsageError("The inspection holds no captured program.", "Inspect the model anew.")
-    captured = found.programs[0].captured
-    shape = graph_shape(captured, found.sites, found.refusals, name=found.model)
-    return dataclasses.replace(
-        shape, max_context_tokens=longest if isinstance(longest, int) and longest > 0 else None
-    )
 
 
 def sparsify(
@@ -422,7 +372,7 @@ def expected_layers(model: torch.nn.Module) -> int | None:
     return count if isinstance(count, int) else None
 
 
-def _plan_of(model: torch.nn.Module, found: Inspection, policy: Policy) -> Plan:
+def _plan_of(model: torch.nn.Module | None, found: Inspection, policy: Policy) -> Plan:
     """The policy's plan; where it is `Auto`, for the GPU and context that it names."""
     if policy.autos:
         return plan_model(model, found, policy, Request()).plan

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -13,9 +13,7 @@ from sparsify import planner, recalls
 from sparsify.cost_model.model_config import read_config
 from sparsify.cost_model.model_shape import ModelShape
 from sparsify.errors import NothingToDoError, UsageError
-from sparsify.graph_shape import graph_shape
-from sparsify.hosts.graph import Proved
-from sparsify.ir import AttentionSite, Refusal
+from sparsify.inspections import Inspection, captured_shape
 from sparsify.passes.examples import is_transformers_model
 from sparsify.planning import plan_for, sites_of_config, wanted_configurations
 from sparsify.planning_result import Planned
@@ -24,41 +22,12 @@ from sparsify.policy import Policy
 from sparsify.recalls import Recalls
 from sparsify.samples import to_ids
 
-__all__ = ["Facts", "Request", "plan_config", "plan_model"]
+__all__ = ["Request", "plan_config", "plan_model"]
 
 UNPROVED = (
     "Nothing of this is proved: it comes from a config. `sparsify rewrite --plan` holds it against "
     "the model and refuses what does not fit."
 )
-
-
-class Facts(Protocol):
-    """What `sparsify.inspect` found."""
-
-    @property
-    def model(self) -> str:
-        """Name of the model."""
-        ...
-
-    @property
-    def sites(self) -> tuple[AttentionSite, ...]:
-        """Proved attention."""
-        ...
-
-    @property
-    def refusals(self) -> tuple[Refusal, ...]:
-        """The rest."""
-        ...
-
-    @property
-    def programs(self) -> tuple[Proved, ...]:
-        """What was captured."""
-        ...
-
-    @property
-    def order(self) -> tuple[str, ...]:
-        """Site keys in execution order."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -144,7 +113,7 @@ def plan_config(policy: Policy, model: ModelShape, request: Request) -> Planned:
 
 def plan_model(
     model: torch.nn.Module | None,
-    found: Facts,
+    found: Inspection,
     policy: Policy,
     request: Request,
     *,
@@ -187,7 +156,7 @@ def plan_model(
 
 
 def _shape_of(
-    model: torch.nn.Module | None, found: Facts
+    model: torch.nn.Module | None, found: Inspection
 ) -> tuple[ModelShape | None, tuple[str, ...]]:
     """The model around its attention: of its config where there is one that tells, else of what was
     captured; None where neither does."""
@@ -198,9 +167,8 @@ def _shape_of(
             pass  # an architecture that is not described; the graph is
     if not found.programs:
         return None, ()
-    captured = found.programs[0].captured
     try:
-        return graph_shape(captured, found.sites, found.refusals, name=found.model), ()
+        return captured_shape(found), ()
     except NothingToDoError as error:
         return None, (error.message,)
 

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from sparsify.pair_counts import attended_pairs, dense_pairs
 from sparsify.errors import CaptureError, NothingToDoError, UsageError
+from sparsify.pair_counts import attended_pairs, dense_pairs
 from sparsify.planner import (
     build_report,
     check_plan,
