@@ -1,0 +1,314 @@
+"""MoBA's forward kernels on one H200: checked against float64, then timed against their targets.
+
+    python benchmarks/moba_h200.py [--cases 128/8:32k,...] [--json OUT] [--no-check] [--no-dense]
+
+Inputs are random, bfloat16, batch 1, head size 128. Times are medians of CUDA events after warm-up
+with a cold L2 cache; `graph` replays the op as a CUDA graph. Dense is torch's best of the same run
+(FlashAttention-2 or cuDNN); from 512k tokens on it is timed once, without warm-up. Extra memory is
+the peak beyond inputs and outputs.
+"""
+
+import argparse
+import contextlib
+import json
+import traceback
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from sparsify.benches.dense import best, dense_times
+from sparsify.benches.stages import PREFILL_STAGES, moba_stages_ms
+from sparsify.files import write_text
+from sparsify.kernels import accelerated, reference
+from sparsify.kernels.gaps import moba_gaps
+from sparsify.kernels.layout import Layout
+from sparsify.timing import extra_bytes, machine, time_call
+
+RESULTS = Path(__file__).parent / "results" / "moba_h200.json"
+DEVICE = "cuda"
+HEAD_DIM = 128
+ONCE_FROM = 512 << 10  # dense attention is timed once from here on
+BUDGET_S = 5.0  # for the repeats of one timing
+MOST_EXTRA_GIB = 3.0  # at 512k tokens, 128/8
+MOST_HOT_RATIO = 1.15
+
+
+class Case(NamedTuple):
+    """A shape and length, and the time that it is to take; where `graph`, as a CUDA graph."""
+
+    block: int
+    topk: int
+    context: str
+    target_ms: float | None = None
+    graph: bool = False
+    heads: tuple[int, int] = (16, 16)
+
+    @property
+    def name(self) -> str:
+        return f"{self.block}/{self.topk}:{self.context}"
+
+    @property
+    def tokens(self) -> int:
+        return int(self.context[:-1]) << {"k": 10, "m": 20}[self.context[-1]]
+
+
+CASES = (
+    Case(128, 8, "8k", 0.55, True),
+    Case(128, 8, "32k", 1.7),
+    Case(128, 8, "128k", 7.5),
+    Case(128, 8, "512k", 46.0),
+    Case(512, 3, "32k", 1.4, True),
+    Case(512, 3, "128k", 5.5),
+    Case(512, 3, "512k", 25.0),
+    Case(4096, 12, "128k", 180.0, heads=(32, 8)),
+    Case(4096, 12, "1m", 1750.0, heads=(32, 8)),
+)
+# Query and key/value heads, tokens, block, top-k.
+CHECKS = ((4, 4, 8192, 128, 8), (4, 2, 4096, 512, 3), (4, 2, 16384, 1024, 12), (2, 1, 3001, 96, 5))
+
+
+def named_case(name: str) -> Case:
+    """A case of the table, or one of its own without a target."""
+    sizes, context = name.split(":")
+    block, topk = map(int, sizes.split("/"))
+    heads = (32, 8) if block >= 4096 else (16, 16)
+    known = [case for case in CASES if case.name == name]
+    return known[0] if known else Case(block, topk, context, heads=heads)
+
+
+def inputs(heads: int, groups: int, tokens: int, seed: int = 0) -> tuple[torch.Tensor, ...]:
+    """q, k, v as models give them: `[1, heads, tokens, 128]`, tokens outermost in memory."""
+    torch.manual_seed(seed)
+    options = {"device": DEVICE, "dtype": torch.bfloat16}
+    sizes = (heads, groups, groups)
+    return tuple(torch.randn(1, tokens, n, HEAD_DIM, **options).transpose(1, 2) for n in sizes)
+
+
+def moba(q, k, v, block, topk):
+    """The call that is timed."""
+    return lambda: accelerated.moba_attention(q, k, v, Layout(), None, block_size=block, topk=topk)
+
+
+@contextlib.contextmanager
+def poisoned() -> Iterator[None]:
+    """Inside, memory that `torch.empty` gives is full of NaN, or of the largest integer."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        try:
+            yield
+        finally:
+            torch.use_deterministic_algorithms(False)
+
+
+def relative(out: torch.Tensor, exact: torch.Tensor) -> float:
+    return float((out.double() - exact).norm() / exact.norm())
+
+
+def eager(q, k, v, blocks, block):
+    """Attention over the chosen blocks as a model would write it out, in the dtype of q."""
+    tokens, group = q.shape[2], q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(group, 1) for x in (k, v))
+    count = (tokens + block - 1) // block
+    chosen = torch.zeros(*blocks.shape[:3], count + 1, dtype=torch.bool, device=q.device)
+    chosen.scatter_(-1, blocks.long().where(blocks >= 0, count), True)
+    at = torch.arange(tokens, device=q.device)
+    seen = chosen[..., at // block] & (at[None, :] <= at[:, None])
+    scores = (q @ k.transpose(2, 3) * q.shape[-1] ** -0.5).masked_fill(~seen, float("-inf"))
+    return torch.softmax(scores, -1, dtype=torch.float32).to(q.dtype) @ v
+
+
+def check(heads, groups, tokens, block, topk) -> dict[str, Any]:
+    """Rows that choose other blocks than the reference, and errors with the selection replayed."""
+    q, k, v = inputs(heads, groups, tokens, seed=1)
+    sizes = {"block_size": block, "topk": topk}
+    theirs = reference.moba_select(q, k, Layout(), None, **sizes)
+    with poisoned():
+        mine = accelerated.moba_select(q, k, Layout(), None, **sizes)
+        out, lse = moba(q, k, v, block, topk)()
+    again, _ = moba(q, k, v, block, topk)()
+    off = (mine != theirs).any(-1)
+    close = moba_gaps(q, k, **sizes).close()
+    exact, exact_lse = reference.block_attention(
+        q.double(), k.double(), v.double(), mine, Layout(), block_size=block
+    )
+    found = {
+        "rows_off": off.float().mean().item(),
+        "rows_off_by_more_than_rounding": int((off & ~close).sum()),
+        "error": relative(out, exact),
+        "eager_error": relative(eager(q, k, v, mine, block), exact),
+        "lse_error": (lse - exact_lse).abs().max().item(),
+        "nan": out.isnan().any().item() or lse.isnan().any().item(),
+        "bit_equal_without_poison": torch.equal(out, again),
+    }
+    right = found["rows_off"] <= 0.01 and not found["rows_off_by_more_than_rounding"]
+    exact_enough = found["error"] <= 2 * found["eager_error"] and not found["nan"]
+    return {**found, "ok": right and exact_enough and found["bit_equal_without_poison"]}
+
+
+def timing(run, graph=False, repeats=15):
+    return time_call(run, device=DEVICE, repeats=repeats, warm_up=3, graph=graph, budget_s=BUDGET_S)
+
+
+def dense(q, k, v, tokens):
+    """Times of torch's dense kernels, and whether they were timed once."""
+    once = tokens >= ONCE_FROM
+
+    def one(run):
+        if once:
+            return time_call(run, device=DEVICE, repeats=1, warm_up=0)
+        return timing(run, repeats=7)
+
+    return dense_times(q, k, v, one), once
+
+
+def run_case(case: Case, with_dense: bool) -> dict[str, Any]:
+    """One row of the table."""
+    q, k, v = inputs(*case.heads, case.tokens)
+    run = moba(q, k, v, case.block, case.topk)
+    extra = extra_bytes(run, DEVICE)
+    launched, replayed = timing(run), timing(run, graph=True)
+    chosen = replayed if case.graph else launched
+    short = case.tokens <= 128 << 10  # launches are nothing beside longer calls
+    stages = moba_stages_ms(
+        q, k, v, block_size=case.block, topk=case.topk,
+        timer=lambda call: timing(call, graph=short, repeats=7).median_ms,
+    )  # fmt: skip
+    row = {
+        "case": case.name,
+        "heads": list(case.heads),
+        "context_tokens": case.tokens,
+        "ms": launched.median_ms,
+        "graph_ms": replayed.median_ms,
+        "launched": launched.to_json(),
+        "replayed": replayed.to_json(),
+        "extra_gib": extra / 2**30,
+        "stages_ms": {PREFILL_STAGES[family]: ms for family, ms in stages.items()},
+        "target_ms": case.target_ms,
+        "target_of": "graph_ms" if case.graph else "ms",
+        "met": None if case.target_ms is None else chosen.median_ms <= case.target_ms,
+    }
+    if with_dense:
+        row |= against_dense(q, k, v, case, chosen.median_ms)
+    return row
+
+
+def against_dense(q, k, v, case, ms) -> dict[str, Any]:
+    times, once = dense(q, k, v, case.tokens)
+    fastest = best(times)
+    return {
+        "dense_ms": {name: one.median_ms for name, one in times.items()},
+        "dense_timed_once": once,
+        "dense_best": fastest,
+        "speedup": None if fastest is None else times[fastest].median_ms / ms,
+    }
+
+
+def hot_blocks(block=128, topk=8, tokens=128 << 10, heads=16) -> dict[str, Any]:
+    """Two blocks that every query chooses, against random choices."""
+    q, k, v = inputs(heads, heads, tokens)
+    random_ms = timing(moba(q, k, v, block, topk)).median_ms
+    axis = torch.zeros(HEAD_DIM, device=DEVICE, dtype=torch.bfloat16)
+    axis[0] = 8.0
+    q += axis
+    k[:, :, : 2 * block] += axis
+    lists = accelerated.moba_select(q, k, Layout(), None, block_size=block, topk=topk)
+    later = lists[:, :, 3 * block :]
+    both = ((later == 0).any(-1) & (later == 1).any(-1)).float().mean().item()
+    hot_ms = timing(moba(q, k, v, block, topk)).median_ms
+    ratio = hot_ms / random_ms
+    return {
+        "case": f"{block}/{topk}:{tokens >> 10}k",
+        "random_ms": random_ms,
+        "hot_ms": hot_ms,
+        "ratio": ratio,
+        "rows_that_choose_both": both,
+        "most": MOST_HOT_RATIO,
+        "met": ratio <= MOST_HOT_RATIO and both > 0.999,
+    }
+
+
+def show(row: dict[str, Any]) -> None:
+    stages = ", ".join(f"{key} {value:.3f}" for key, value in row["stages_ms"].items())
+    print(
+        f"{row['case']:14} {row['ms']:9.3f} ms, graph {row['graph_ms']:9.3f}, "
+        f"extra {row['extra_gib']:.2f} GiB, dense {row.get('dense_ms')}; {stages}",
+        flush=True,
+    )
+
+
+def table(result: dict[str, Any]) -> None:
+    """What was to be reached, and what was."""
+    print(f"\n{'case':16} {'what':10} {'measured':>12} {'target':>10} {'':6} speed-up over dense")
+    for row in result["rows"]:
+        if row["target_ms"] is None:
+            continue
+        once = " (dense timed once)" if row.get("dense_timed_once") else ""
+        gain = f"{row['speedup']:.1f}x {row['dense_best']}{once}" if row.get("speedup") else ""
+        measured, what = row[row["target_of"]], row["target_of"].replace("_ms", "")
+        line(row["case"], what, f"{measured:.3f} ms", f"{row['target_ms']} ms", row["met"], gain)
+    for row in result["rows"]:
+        if row["case"] == "128/8:512k":
+            extra = row["extra_gib"]
+            met = extra <= MOST_EXTRA_GIB
+            line(row["case"], "extra", f"{extra:.2f} GiB", f"{MOST_EXTRA_GIB} GiB", met)
+    hot = result.get("hot_blocks")
+    if hot:
+        line(hot["case"], "hot blocks", f"{hot['ratio']:.3f}x", f"{hot['most']}x", hot["met"])
+    for found in result["checks"]:
+        bound = f"{2 * found['eager_error']:.2e}"
+        line(str(found["shape"]), "error", f"{found['error']:.2e}", bound, found["ok"])
+
+
+def line(case, what, measured, target, met, more=""):
+    print(f"{case:16} {what:10} {measured:>12} {target:>10} {'ok' if met else 'MISSED':6} {more}")
+
+
+def guarded(what, run):
+    """The result of `run`, or None when it failed: the rest of the table is worth having."""
+    try:
+        return run()
+    except Exception:
+        print(f"{what} FAILED\n{traceback.format_exc()}", flush=True)
+        return None
+    finally:
+        torch.cuda.empty_cache()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--cases", help="such as 128/8:32k,512/3:1m; all of the table by default")
+    parser.add_argument("--json", default=RESULTS, metavar="OUT.json")
+    parser.add_argument("--no-check", action="store_true")
+    parser.add_argument("--no-dense", action="store_true")
+    args = parser.parse_args()
+    cases = CASES if args.cases is None else tuple(map(named_case, args.cases.split(",")))
+    result = {**machine(DEVICE), "what": __doc__.split("\n\n")[2].strip(), "dtype": "bf16"}
+    result |= {"checks": [], "rows": [], "failed": []}
+
+    def keep():
+        write_text(args.json, json.dumps(result, indent=1) + "\n", force=True)
+
+    for shape in () if args.no_check else CHECKS:
+        found = guarded(f"check {shape}", lambda shape=shape: check(*shape))
+        result["checks"] += [] if found is None else [{"shape": list(shape), **found}]
+        result["failed"] += [f"check {shape}"] if found is None else []
+        print({"check": shape, **(found or {})}, flush=True)
+    for case in cases:
+        row = guarded(case.name, lambda case=case: run_case(case, not args.no_dense))
+        result["rows"] += [] if row is None else [row]
+        result["failed"] += [case.name] if row is None else []
+        if row is not None:
+            show(row)
+        keep()  # a later case may run out of time
+    if args.cases is None:
+        result["hot_blocks"] = guarded("hot blocks", hot_blocks)
+    table(result)
+    keep()
+
+
+if __name__ == "__main__":
+    main()

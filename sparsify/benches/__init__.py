@@ -1,0 +1,1 @@
+"""Benchmarks of one op, of whole models, and of what a calibration needs."""

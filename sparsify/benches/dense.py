@@ -1,0 +1,63 @@
+"""Dense attention by torch's own kernels: what sparse attention has to beat.
+
+Legend: B batch, H query heads, G key/value heads, T queries, S keys, D head size.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from sparsify.timing import Run, Timing
+
+__all__ = ["BACKENDS", "best", "dense_call", "dense_times"]
+
+# FlashAttention-2 and cuDNN on a GPU; on a CPU the first is torch's fused kernel.
+BACKENDS = {
+    "sdpa_flash": SDPBackend.FLASH_ATTENTION,
+    "sdpa_cudnn": SDPBackend.CUDNN_ATTENTION,
+}
+LOGGER = logging.getLogger("sparsify")
+
+
+def dense_call(q_BHTD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, backend: SDPBackend) -> Run:
+    """Causal attention by one backend; one query alone sees all keys."""
+    grouped = q_BHTD.shape[1] != k_BGSD.shape[1]
+    causal = q_BHTD.shape[2] > 1
+
+    def run() -> Tensor:
+        with sdpa_kernel(backend):
+            return torch.nn.functional.scaled_dot_product_attention(
+                q_BHTD, k_BGSD, v_BGSD, is_causal=causal, enable_gqa=grouped
+            )
+
+    return run
+
+
+def dense_times(
+    q_BHTD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, timer: Callable[[Run], Timing]
+) -> dict[str, Timing]:
+    """Times by backend; a backend that cannot run the call is left out."""
+    found = {}
+    for name, backend in BACKENDS.items():
+        if q_BHTD.device.type == "cpu" and name != "sdpa_flash":
+            continue
+        try:
+            found[name] = timer(dense_call(q_BHTD, k_BGSD, v_BGSD, backend))
+        except RuntimeError as error:  # out of memory is one
+            LOGGER.info("%s does not run this call: %s", name, _first_line(error))
+    return found
+
+
+def best(times: dict[str, Timing]) -> str | None:
+    """The name of the fastest."""
+    return min(times, key=lambda name: times[name].median_ms, default=None)
+
+
+def _first_line(error: Any) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
