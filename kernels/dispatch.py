@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from itertools import pairwise
 from types import ModuleType
 from typing import Any
@@ -16,18 +17,40 @@ from sparsify.kernels.layout import Layout, block_count, key_slots
 __all__ = ["attends_every_block", "implementation", "with_topk_in_force"]
 
 
-def implementation(name: str) -> ModuleType:
-    """The module that runs the op, by `SPARSIFY_IMPL`.
+def implementation(name: str, args: tuple[Any, ...], options: dict[str, Any]) -> ModuleType:
+    """The module that runs a call: Triton kernels on a GPU for what they can do, else the
+    reference; `SPARSIFY_IMPL` asks for one of them.
 
     Raises:
-        UsageError: what is asked for does not exist; nothing else runs in its place.
+        UsageError: what is asked for cannot run the call; nothing else runs in its place.
     """
-    if settings.impl() == "triton":
+    asked = settings.impl()
+    if asked == "reference":
+        return reference
+    on_gpu = any(isinstance(x, Tensor) and x.device.type == "cuda" for x in args)
+    if asked == "auto" and not on_gpu:
+        return reference
+    why = _why_not_triton(name, args, options)
+    if why is None and not on_gpu and not settings.triton_interpreted():
+        why = "the tensors are not on a GPU"
+    if why is None:
+        from sparsify.kernels import accelerated
+
+        return accelerated
+    if asked == "triton":
         raise UsageError(
-            f"SPARSIFY_IMPL is triton, but there are no Triton kernels for {name} yet.",
+            f"SPARSIFY_IMPL is triton, but {why}.",
             "Use SPARSIFY_IMPL=auto or SPARSIFY_IMPL=reference.",
         )
     return reference
+
+
+def _why_not_triton(name: str, args: tuple[Any, ...], options: dict[str, Any]) -> str | None:
+    if find_spec("triton") is None:
+        return "triton is not installed"
+    from sparsify.kernels import accelerated
+
+    return accelerated.unsupported(name, args, options)
 
 
 def attends_every_block(
@@ -37,7 +60,10 @@ def attends_every_block(
     `sparsify.kernels.schemas.moba_attention`) or by SPARSIFY_DISABLE."""
     slots = key_slots(k, layout)
     decode = decode_dense and q.shape[2] == 1 and slots > 1
-    return decode or settings.disabled() or _longest(slots, layout) < min_context
+    if decode or settings.disabled():
+        return True
+    # Lengths of documents are read from the device only if they matter.
+    return min_context > 0 and _longest(slots, layout) < min_context
 
 
 def with_topk_in_force(

@@ -18,7 +18,16 @@ from pathlib import Path
 
 from sparsify.errors import UsageError
 
-__all__ = ["cache_dir", "debug_dir", "disabled", "gpu_specs_dir", "impl", "log_level", "strict"]
+__all__ = [
+    "cache_dir",
+    "debug_dir",
+    "disabled",
+    "gpu_specs_dir",
+    "impl",
+    "log_level",
+    "strict",
+    "triton_interpreted",
+]
 
 
 def impl() -> str:
@@ -31,6 +40,11 @@ def impl() -> str:
     if value not in ("auto", "reference", "triton"):
         raise UsageError(f"SPARSIFY_IMPL is {value!r}; use auto, reference or triton.")
     return value
+
+
+def triton_interpreted() -> bool:
+    """Whether Triton runs its kernels in its interpreter, on the CPU (triton's TRITON_INTERPRET)."""
+    return os.environ.get("TRITON_INTERPRET", "").strip().lower() in ("1", "true", "on", "yes", "y")
 
 
 def disabled() -> bool:

@@ -1,0 +1,230 @@
+"""Attention over chosen past blocks, block by block: queries are gathered, keys stay.
+
+A work item is a run of entries of one block's list. Its rows get a softmax over that block alone:
+an output in the input dtype, and the maximum of its scores and the sum of its weights, which stay
+apart until `combine` merges all blocks of a query. Scores are subtracted before they are scaled:
+scaled first, two huge scores would differ by the rounding of their product.
+
+Every past block is visible as a whole, so the causal mask plays no part here. The blocks of the
+*small* kernel fit one tile and stay in registers or shared memory, with the next queries loaded
+ahead; the *large* one walks along its block.
+
+Legend: M entries of a tile, N keys of a tile, D key size, V value size.
+"""
+
+import triton
+import triton.language as tl
+
+__all__ = ["large_block_fwd_kernel", "small_block_fwd_kernel"]
+
+
+@triton.jit
+def _dot(a, b, EXACT_DOT: tl.constexpr):
+    precision: tl.constexpr = "ieee" if EXACT_DOT else "tf32"
+    return tl.dot(a, b, input_precision=precision)
+
+
+@triton.jit
+def _row_load(at_MD, d_D, D: tl.constexpr, DP: tl.constexpr):
+    """Rows of `D` numbers, padded with 0 to `DP`."""
+    if D == DP:
+        rows = tl.load(at_MD)
+    else:
+        rows = tl.load(at_MD, mask=(d_D < D)[None, :], other=0.0)
+    return rows
+
+
+@triton.jit
+def _row_store(at_MV, rows, inside_M, v_V, V: tl.constexpr, VP: tl.constexpr):
+    if V == VP:
+        tl.store(at_MV, rows, mask=inside_M[:, None])
+    else:
+        tl.store(at_MV, rows, mask=inside_M[:, None] & (v_V < V)[None, :])
+
+
+@triton.jit
+def _block_of(slot_ptr, keys_ptr, b, c, S, N, BLOCK: tl.constexpr, PLAIN: tl.constexpr):
+    """First slot of a block, and its keys."""
+    if PLAIN:
+        slot = c * BLOCK
+        keys = tl.minimum(S - slot, BLOCK)
+    else:
+        slot = tl.load(slot_ptr + b * N + c)
+        keys = tl.load(keys_ptr + b * N + c)
+    return slot, keys
+
+
+@triton.jit
+def _safe(top_M):
+    """The maximum to subtract: 0 where no score is above -inf."""
+    return tl.where(top_M == float("-inf"), 0.0, top_M)
+
+
+@triton.jit
+def small_block_fwd_kernel(
+    q_ptr, k_ptr, v_ptr, list_ptr, work_ptr, items_ptr, part_ptr, stat_ptr,
+    slot_ptr, keys_ptr, mask_ptr,
+    stride_qb, stride_qh, stride_qt, stride_qd,
+    stride_kb, stride_kg, stride_ks, stride_kd,
+    stride_vb, stride_vg, stride_vs, stride_vd,
+    scale_log2, S, N, t_begin, t_count, head_begin,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
+    CHOSEN: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, V: tl.constexpr, VP: tl.constexpr,
+    M: tl.constexpr, TILE_N: tl.constexpr,
+    PLAIN: tl.constexpr, MASKED: tl.constexpr, EXACT_DOT: tl.constexpr,
+):  # fmt: skip
+    """Blocks of at most `TILE_N` keys."""
+    item = tl.program_id(0)
+    if item >= tl.load(items_ptr):
+        return
+    column = tl.load(work_ptr + item * 4)
+    begin, end = tl.load(work_ptr + item * 4 + 1), tl.load(work_ptr + item * 4 + 2)
+    slice_head, c = (column // N).to(tl.int64), column % N
+    head = head_begin + slice_head
+    b, h = head // HEADS, head % HEADS
+    g = h // GROUP
+    slot, keys = _block_of(slot_ptr, keys_ptr, b, c, S, N, BLOCK, PLAIN)
+    d_D, v_V = tl.arange(0, DP), tl.arange(0, VP)
+    m_M, n_N = tl.arange(0, M), tl.arange(0, TILE_N)
+    whole: tl.constexpr = PLAIN and (BLOCK == TILE_N)
+    real_N = n_N < keys
+    if MASKED:
+        real_N = real_N & (tl.load(mask_ptr + b * S + slot + n_N, mask=real_N, other=0) != 0)
+
+    q_base = q_ptr + b * stride_qb + h * stride_qh + t_begin.to(tl.int64) * stride_qt
+    entry_M = tl.load(list_ptr + begin + m_M, mask=begin + m_M < end, other=0)
+    ahead_M = tl.load(list_ptr + begin + M + m_M, mask=begin + M + m_M < end, other=0)
+    q_at = (entry_M // WIDTH).to(tl.int64)[:, None] * stride_qt + d_D[None, :] * stride_qd
+    q_MD = _row_load(q_base + q_at, d_D, D, DP)
+
+    key_at = (slot + n_N).to(tl.int64)
+    k_base = k_ptr + b * stride_kb + g * stride_kg
+    v_base = v_ptr + b * stride_vb + g * stride_vg
+    k_at = key_at[None, :] * stride_ks + d_D[:, None] * stride_kd
+    v_at = key_at[:, None] * stride_vs + v_V[None, :] * stride_vd
+    if whole and not MASKED and D == DP and V == VP:
+        k_DN = tl.load(k_base + k_at)
+        v_NV = tl.load(v_base + v_at)
+    else:
+        k_DN = tl.load(k_base + k_at, mask=real_N[None, :] & (d_D < D)[:, None], other=0.0)
+        v_NV = tl.load(v_base + v_at, mask=real_N[:, None] & (v_V < V)[None, :], other=0.0)
+
+    parts = part_ptr + slice_head * t_count * CHOSEN * V
+    stats = stat_ptr + slice_head * t_count * WIDTH * 2
+    for i in tl.range(begin, end, M, num_stages=1):
+        inside_M = i + m_M < end
+        s_MN = _dot(q_MD, k_DN, EXACT_DOT)
+        # The next queries are on their way while this tile is computed.
+        q_at = (ahead_M // WIDTH).to(tl.int64)[:, None] * stride_qt + d_D[None, :] * stride_qd
+        q_MD = _row_load(q_base + q_at, d_D, D, DP)
+        beyond = i + 2 * M + m_M
+        beyond_M = tl.load(list_ptr + beyond, mask=beyond < end, other=0)
+        if MASKED or not whole:
+            s_MN = tl.where(real_N[None, :], s_MN, float("-inf"))
+        top_M = tl.max(s_MN, 1)
+        p_MN = tl.exp2((s_MN - _safe(top_M)[:, None]) * scale_log2)
+        sum_M = tl.sum(p_MN, 1)
+        o_MV = _dot(p_MN.to(v_NV.dtype), v_NV, EXACT_DOT)
+        if MASKED:
+            o_MV = o_MV / tl.where(sum_M == 0.0, 1.0, sum_M)[:, None]
+        else:
+            o_MV = o_MV * (1.0 / sum_M)[:, None]
+        row_M = (entry_M // WIDTH * CHOSEN + entry_M % WIDTH).to(tl.int64)
+        o_at = parts + row_M[:, None] * V + v_V[None, :]
+        _row_store(o_at, o_MV.to(part_ptr.dtype.element_ty), inside_M, v_V, V, VP)
+        tl.store(stats + 2 * entry_M, top_M, mask=inside_M)
+        tl.store(stats + 2 * entry_M + 1, sum_M, mask=inside_M)
+        entry_M, ahead_M = ahead_M, beyond_M
+
+
+@triton.jit
+def _tile_of_block(
+    k_ptr, v_ptr, j, slot, b, g, key_at, d_D, v_V, real_N,
+    stride_kb, stride_kg, stride_ks, stride_kd, stride_vb, stride_vg, stride_vs, stride_vd,
+    D: tl.constexpr, V: tl.constexpr, DP: tl.constexpr, VP: tl.constexpr, TILE_N: tl.constexpr,
+    BY_TMA: tl.constexpr, CUT: tl.constexpr,
+):  # fmt: skip
+    """Keys [N, D] and values [N, V] of one tile, by descriptor or by pointer."""
+    if BY_TMA:
+        k_ND = tl.reshape(k_ptr.load([b, g, slot + j, 0]), [TILE_N, DP])
+        v_NV = tl.reshape(v_ptr.load([b, g, slot + j, 0]), [TILE_N, VP])
+    else:
+        k_at = k_ptr + b.to(tl.int64) * stride_kb + g * stride_kg
+        v_at = v_ptr + b.to(tl.int64) * stride_vb + g * stride_vg
+        k_at += key_at[:, None] * stride_ks + d_D[None, :] * stride_kd
+        v_at += key_at[:, None] * stride_vs + v_V[None, :] * stride_vd
+        if CUT:
+            k_ND = tl.load(k_at, mask=real_N[:, None] & (d_D < D)[None, :], other=0.0)
+            v_NV = tl.load(v_at, mask=real_N[:, None] & (v_V < V)[None, :], other=0.0)
+        else:
+            k_ND, v_NV = _row_load(k_at, d_D, D, DP), _row_load(v_at, v_V, V, VP)
+    return k_ND, v_NV
+
+
+@triton.jit
+def large_block_fwd_kernel(
+    q_ptr, k_ptr, v_ptr, list_ptr, work_ptr, items_ptr, part_ptr, stat_ptr,
+    slot_ptr, keys_ptr, mask_ptr,
+    stride_qb, stride_qh, stride_qt, stride_qd,
+    stride_kb, stride_kg, stride_ks, stride_kd,
+    stride_vb, stride_vg, stride_vs, stride_vd,
+    scale_log2, S, N, t_begin, t_count, head_begin,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
+    CHOSEN: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, V: tl.constexpr, VP: tl.constexpr,
+    M: tl.constexpr, TILE_N: tl.constexpr, STAGES: tl.constexpr,
+    PLAIN: tl.constexpr, MASKED: tl.constexpr, BY_TMA: tl.constexpr, EXACT_DOT: tl.constexpr,
+):  # fmt: skip
+    """Blocks of any length; `M` entries per work item. With BY_TMA, k and v are descriptors."""
+    item = tl.program_id(0)
+    if item < tl.load(items_ptr):
+        column = tl.load(work_ptr + item * 4)
+        begin, end = tl.load(work_ptr + item * 4 + 1), tl.load(work_ptr + item * 4 + 2)
+        slice_head, c = column // N, column % N
+        head = head_begin + slice_head
+        b, h = head // HEADS, head % HEADS
+        g = h // GROUP
+        slot, keys = _block_of(slot_ptr, keys_ptr, b, c, S, N, BLOCK, PLAIN)
+        d_D, v_V = tl.arange(0, DP), tl.arange(0, VP)
+        m_M, n_N = tl.arange(0, M), tl.arange(0, TILE_N)
+        inside_M = begin + m_M < end
+        entry_M = tl.load(list_ptr + begin + m_M, mask=inside_M, other=0)
+        q_base = q_ptr + b.to(tl.int64) * stride_qb + h * stride_qh
+        q_at = (t_begin + entry_M // WIDTH).to(tl.int64)[:, None] * stride_qt
+        q_at += d_D[None, :] * stride_qd
+        q_MD = _row_load(q_base + q_at, d_D, D, DP)
+        cut: tl.constexpr = MASKED or not PLAIN or (BLOCK % TILE_N != 0)
+
+        top_M = tl.full([M], float("-inf"), tl.float32)
+        sum_M = tl.zeros([M], tl.float32)
+        acc_MV = tl.zeros([M, VP], tl.float32)
+        for j in tl.range(0, BLOCK, TILE_N, num_stages=STAGES):
+            real_N = j + n_N < keys
+            if MASKED:
+                at = mask_ptr + b.to(tl.int64) * S + slot + j + n_N
+                real_N = real_N & (tl.load(at, mask=real_N, other=0) != 0)
+            key_at = (slot + j + n_N).to(tl.int64)
+            k_ND, v_NV = _tile_of_block(
+                k_ptr, v_ptr, j, slot, b, g, key_at, d_D, v_V, real_N,
+                stride_kb, stride_kg, stride_ks, stride_kd,
+                stride_vb, stride_vg, stride_vs, stride_vd,
+                D, V, DP, VP, TILE_N, BY_TMA, cut,
+            )  # fmt: skip
+            s_MN = _dot(q_MD, tl.trans(k_ND), EXACT_DOT)
+            if cut:
+                s_MN = tl.where(real_N[None, :], s_MN, float("-inf"))
+            new_M = tl.maximum(top_M, tl.max(s_MN, 1))
+            safe_M = _safe(new_M)
+            p_MN = tl.exp2((s_MN - safe_M[:, None]) * scale_log2)
+            shrink_M = tl.exp2((top_M - safe_M) * scale_log2)
+            sum_M = sum_M * shrink_M + tl.sum(p_MN, 1)
+            acc_MV = acc_MV * shrink_M[:, None]
+            acc_MV += _dot(p_MN.to(v_NV.dtype), v_NV, EXACT_DOT)
+            top_M = new_M
+        o_MV = acc_MV / tl.where(sum_M == 0.0, 1.0, sum_M)[:, None]
+        row_M = slice_head.to(tl.int64) * t_count * CHOSEN + entry_M // WIDTH * CHOSEN
+        row_M += entry_M % WIDTH
+        o_at = part_ptr + row_M[:, None] * V + v_V[None, :]
+        _row_store(o_at, o_MV.to(part_ptr.dtype.element_ty), inside_M, v_V, V, VP)
+        stats = stat_ptr + slice_head.to(tl.int64) * t_count * WIDTH * 2
+        tl.store(stats + 2 * entry_M, top_M, mask=inside_M)
+        tl.store(stats + 2 * entry_M + 1, sum_M, mask=inside_M)

@@ -1,0 +1,95 @@
+"""Tile shapes of the kernels, by the shape of the problem and the GPU's shared memory.
+
+The numbers were measured on an H200 (benchmarks/moba_h200.py); on other GPUs they are the same as
+far as shared memory goes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["AttentionTiles", "GateTiles", "attention_tiles", "gate_tiles", "padded"]
+
+SMALL_BLOCK = 128
+
+
+def padded(size: int, least: int = 16) -> int:
+    """The power of two that holds `size`, at least `least` (tensor cores take no less)."""
+    return max(least, 1 << (size - 1).bit_length())
+
+
+@dataclass(frozen=True, slots=True)
+class GateTiles:
+    """Tiles of the gate.
+
+    `width` is the number of places that a list of blocks takes, `exact_length` the length of the
+    lists of the exact kernel.
+    """
+
+    packed: bool
+    rows: int
+    width: int
+    warps: int
+    stages: int
+    max_registers: int | None
+    exact_rows: int
+    exact_columns: int
+    exact_length: int
+    exact_warps: int
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionTiles:
+    """Tiles of KV-outer attention and of the combine kernel."""
+
+    small: bool
+    rows: int
+    columns: int
+    warps: int
+    stages: int
+    chunk: int
+    max_registers: int | None
+    combine_rows: int
+    combine_columns: int
+    combine_warps: int
+    combine_stages: int
+
+
+def gate_tiles(chosen: int, blocks: int, head_dim: int, item_size: int) -> GateTiles:
+    """Tiles for lists of `chosen` past blocks out of `blocks`."""
+    packed = chosen <= 7 and blocks > 32
+    exact_length = padded(chosen, 4)
+    columns = max(32, 2 * exact_length)
+    rows = 64
+    if blocks <= 256 and not packed:
+        columns = padded(max(blocks, exact_length), 32)
+    if packed:
+        rows = 16  # few rows are left to it, so there should be many programs
+    elif exact_length > 16 or item_size > 2:
+        rows = 32 if exact_length <= 64 else 16
+    return GateTiles(
+        packed=packed,
+        rows=64,
+        width=exact_length,
+        warps=4,
+        stages=2,
+        max_registers=None,
+        exact_rows=rows,
+        exact_columns=columns,
+        exact_length=exact_length,
+        exact_warps=1 if packed else 8 if columns >= 256 else 4,
+    )
+
+
+def attention_tiles(block: int, head_dim: int, value_dim: int, item_size: int) -> AttentionTiles:
+    """Tiles for blocks of `block` keys."""
+    widest = padded(max(head_dim, value_dim))
+    if item_size > 2:
+        return AttentionTiles(False, 32, 32, 4, 1, 32, None, 32, 32, 4, 1)
+    if widest > 128:
+        return AttentionTiles(False, 64, 32, 4, 2, 64, None, 64, 32, 4, 2)
+    if block <= SMALL_BLOCK:
+        return AttentionTiles(True, 64, padded(block), 4, 1, 1024, None, 64, 64, 4, 3)
+    if block < 1024:
+        return AttentionTiles(False, 64, 64, 4, 3, 64, None, 64, 64, 4, 3)
+    return AttentionTiles(False, 128, 64, 8, 2, 128, 128, 64, 64, 4, 3)
