@@ -70,10 +70,10 @@ def _number(least: float, most: float, wanted: str) -> BeforeValidator:
     return BeforeValidator(check)
 
 
-TINY = math.ulp(0.0)
-Positive = Annotated[float, _number(TINY, MOST, "a number above 0 and at most 1e6")]
+TINY = 1e-6  # less is a slip of units, and leads to times without meaning
+Positive = Annotated[float, _number(TINY, MOST, "a number from 1e-6 to 1e6")]
 NotNegative = Annotated[float, _number(0, MOST, "a number from 0 to 1e6")]
-Part = Annotated[float, _number(TINY, 1, "a number above 0 and at most 1")]
+Part = Annotated[float, _number(TINY, 1, "a number from 1e-6 to 1")]
 
 
 class Figure(FrozenModel):

@@ -38,6 +38,8 @@ __all__ = ["WORKSPACE_BYTES", "LayerCost", "StageCost", "crossover_tokens", "lay
 # Kernels work in slices, so that their workspace stays below this.
 WORKSPACE_BYTES = 2 << 30
 MOST_TOKENS = 1 << 24
+# Borders of blocks beyond a crossing that are looked at.
+MOST_BORDERS = 8
 BF16 = ElementBytes()
 # Families of stages that prepare an index.
 PREPARING = ("gemm", "copy")
@@ -45,7 +47,10 @@ PREPARING = ("gemm", "copy")
 
 @dataclass(frozen=True)
 class StageCost:
-    """One stage: FLOP, bytes, time, and what limits it."""
+    """One stage: FLOP, bytes, time, and what limits it.
+
+    `fixed_ms` is the part of the expected time that does not grow with the work.
+    """
 
     name: str
     family: str
@@ -55,6 +60,7 @@ class StageCost:
     workspace_bytes: int
     time: TimeEstimate
     binding: Binding
+    fixed_ms: float
 
 
 @dataclass(frozen=True)
@@ -85,6 +91,11 @@ class LayerCost:
     def time(self) -> TimeEstimate:
         """Time of all stages, one after the other."""
         return TimeEstimate.total(stage.time for stage in self.stages)
+
+    @property
+    def fixed_ms(self) -> float:
+        """The part of the expected time that a call of any length takes."""
+        return sum(stage.fixed_ms for stage in self.stages)
 
 
 @dataclass(frozen=True)
@@ -146,7 +157,7 @@ def layer_cost(
     return LayerCost(
         configuration,
         tuple(
-            _stage_cost(stage, bound, time)
+            _stage_cost(stage, bound, time, call.efficiency(stage))
             for stage, bound, time in zip(counts, bounds, times, strict=True)
         ),
         math.ceil(exact(kv_cache_bytes(), values)),
@@ -154,8 +165,11 @@ def layer_cost(
     )
 
 
-def _stage_cost(stage: StageCounts, bound: StageBound, time: TimeEstimate) -> StageCost:
-    launch_ms = stage.launches * LAUNCH_US / 1e3
+def _stage_cost(
+    stage: StageCounts, bound: StageBound, time: TimeEstimate, entry: FamilyEfficiency | None
+) -> StageCost:
+    launch_ms = _launch_ms([stage])
+    known = entry if time.source is Source.CALIBRATED else None
     return StageCost(
         stage.name,
         stage.family,
@@ -165,6 +179,7 @@ def _stage_cost(stage: StageCounts, bound: StageBound, time: TimeEstimate) -> St
         stage.workspace_bytes,
         time,
         "launch" if launch_ms > bound.ms else bound.binding,
+        launch_ms if known is None else known.overhead_us / 1e3,
     )
 
 
@@ -228,29 +243,53 @@ def _sparse_range(
     """The range of the speed-up, spread over the stages as their bounds are.
 
     Products and copies that only prepare the index are no part of the ratio that the range is a
-    share of; they have the ranges of such kernels.
+    share of; they have the ranges of such kernels, but are no nearer to their bounds than dense
+    attention is to its own: the ratio of bounds is not promised to be beaten.
     """
     plain = [stage.family in PREPARING for stage in counts]
     main = [stage for stage, is_plain in zip(counts, plain, strict=True) if not is_plain]
     main_ms = sum(b.ms for b, is_plain in zip(bounds, plain, strict=True) if not is_plain)
-    work = _sparse_work(call, main, main_ms)
+    dense = _dense_of(call)
+    work = _sparse_work(call, dense, main, main_ms)
 
     def time(stage: StageCounts, bound: StageBound, is_plain: bool) -> TimeEstimate:
-        if is_plain:
-            return _dense_range(stage, bound)
         launch_ms = _launch_ms([stage])
+        if is_plain:
+            return _slowed(_dense_range(stage, bound), bound.ms * dense.slowness + launch_ms)
         low, expected, high = (bound.ms / main_ms * ms + launch_ms for ms in work)
         return TimeEstimate(bound.ms, low, expected, high, Source.BOUND)
 
     return [time(*each) for each in zip(counts, bounds, plain, strict=True)]
 
 
-def _sparse_work(
-    call: _Call, stages: list[StageCounts], bound_ms: float
-) -> tuple[float, float, float]:
-    """Shortest, expected and longest time of the sparse stages, launches left out; never shorter
-    than the ratio of the bounds allows."""
-    dense = layer_cost(
+def _slowed(time: TimeEstimate, least_ms: float) -> TimeEstimate:
+    """That time, but not shorter than `least_ms`."""
+    return TimeEstimate(
+        time.bound_ms,
+        max(time.low_ms, least_ms),
+        max(time.expected_ms, least_ms),
+        max(time.high_ms, least_ms),
+        time.source,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Dense:
+    """Dense attention in the same call: what sparse attention is faster than."""
+
+    cost: LayerCost
+    work_ms: float
+    fixed_ms: float
+
+    @property
+    def slowness(self) -> float:
+        """How many times its bound it takes, fixed time left out."""
+        return self.work_ms / self.cost.time.bound_ms
+
+
+def _dense_of(call: _Call) -> _Dense:
+    """Its expected time in two parts; of the fixed one, what goes beyond plain launches."""
+    cost = layer_cost(
         call.shape,
         call.workload,
         DENSE,
@@ -258,16 +297,27 @@ def _sparse_work(
         element_bytes=call.element_bytes,
         calibration=call.calibration,
     )
+    work_ms = max(cost.time.expected_ms - cost.fixed_ms, cost.time.bound_ms)
+    launched_ms = len(cost.stages) * LAUNCH_US / 1e3
+    return _Dense(cost, work_ms, max(cost.fixed_ms - launched_ms, 0.0))
+
+
+def _sparse_work(
+    call: _Call, dense: _Dense, stages: list[StageCounts], bound_ms: float
+) -> tuple[float, float, float]:
+    """Shortest, expected and longest time of the sparse stages, launches left out; never shorter
+    than the ratio of the bounds allows.
+
+    The fixed time of a dense call does not shrink with the work: sparse ones have it, too.
+    """
     share = share_of_speedup(call.configuration, call.workload.phase)
     if call.workload.phase is Phase.DECODE:
-        ratio = dense.dram_bytes / sum(stage.dram_bytes for stage in stages)
+        ratio = dense.cost.dram_bytes / sum(stage.dram_bytes for stage in stages)
     else:
-        ratio = dense.flops / sum(stage.flops for stage in stages)
-    most = dense.time.bound_ms / bound_ms
-    # The fixed time of a dense call does not shrink with the work, nor grow.
-    reference = max(dense.time.expected_ms - LAUNCH_US / 1e3, dense.time.bound_ms)
+        ratio = dense.cost.flops / sum(stage.flops for stage in stages)
+    most = dense.cost.time.bound_ms / bound_ms
     high, middle, low = (
-        reference / min(part * ratio * call.efficiency_scale, most)
+        dense.fixed_ms + dense.work_ms / min(part * ratio * call.efficiency_scale, most)
         for part in (share.low, share.middle, share.high)
     )
     return low, middle, high
@@ -304,7 +354,13 @@ def crossover_tokens(
         )
         return found.time.expected_ms
 
-    return _last_crossing(lambda n: cost(n, configuration) < cost(n, DENSE), most_tokens)
+    def pays(tokens: int) -> bool:
+        return cost(tokens, configuration) < cost(tokens, DENSE)
+
+    found = _last_crossing(pays, most_tokens)
+    if found is None or phase is not Phase.DECODE:
+        return found
+    return _past_borders(pays, found, configuration.block_size, most_tokens)
 
 
 def _last_crossing(pays: Callable[[int], bool], most: int) -> int | None:
@@ -317,7 +373,24 @@ def _last_crossing(pays: Callable[[int], bool], most: int) -> int | None:
     below = max(int(above / 1.5), 1)
     if above == 1:
         return 1
+    return _bisect(pays, below, above)
+
+
+def _bisect(pays: Callable[[int], bool], below: int, above: int) -> int:
+    """The n at which `pays` begins to hold between `below`, where it does not, and `above`."""
     while above - below > 1:
         middle = (above + below) // 2
         above, below = (middle, below) if pays(middle) else (above, middle)
     return above
+
+
+def _past_borders(pays: Callable[[int], bool], found: int, block_size: int, most: int) -> int:
+    """A decode step reads whole blocks, so its cost jumps where a block begins, and what paid just
+    before may not for a while."""
+    first = found // block_size
+    for block in range(first + MOST_BORDERS, first - 1, -1):
+        border = block * block_size + 1
+        if found < border <= most and not pays(border):
+            above = min(border + block_size - 1, most)
+            return _bisect(pays, border, above) if pays(above) else above
+    return found

@@ -76,6 +76,15 @@ class ModelCost:
         )
 
     @cached_property
+    def attention_fixed_ms(self) -> float:
+        """The part of the expected time of `attention` that does not grow with the work."""
+        return sum(
+            layer.attention.fixed_ms * count
+            for layer, count in self.distinct_layers()
+            if layer.attention is not None
+        )
+
+    @cached_property
     def linear(self) -> TimeEstimate:
         """Products with weights, the embedding, and recurrences."""
         return self._time("linear")

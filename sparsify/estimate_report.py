@@ -76,6 +76,8 @@ class AttentionCost:
 class Speedup:
     """Dense over sparse attention: by FLOPs, by bounds, and as expected with its range.
 
+    `bound` is the ratio of the bounds; where that is below 1, the fixed time of a dense call is
+    added to both of them.
     Neither `expected` nor `high` is above `bound` or above what the method can gain at all.
     """
 
@@ -166,6 +168,7 @@ class Row:
     sparse: AttentionCost
     speedup: Speedup
     end_to_end: EndToEnd
+    dense_memory: MemoryNeed
     memory: MemoryNeed
     gpu_memory_bytes: float
     layers: dict[str, int]
@@ -191,13 +194,13 @@ class Row:
             "sparse": self.sparse.to_json(stages=True),
             "speedup": self.speedup.to_json(),
             "end_to_end": self.end_to_end.to_json(),
-            "memory": self._memory(),
+            "memory": self._memory(self.memory),
+            "dense_memory": self._memory(self.dense_memory),
             "layers": dict(self.layers),
             "crossover_tokens": self.crossover_tokens,
         }
 
-    def _memory(self) -> dict[str, Any]:
-        need = self.memory
+    def _memory(self, need: MemoryNeed) -> dict[str, Any]:
         return {
             "weights_bytes": need.weights_bytes,
             "kv_cache_bytes": need.kv_cache_bytes,
@@ -205,7 +208,7 @@ class Row:
             "workspace_bytes": need.workspace_bytes,
             "total_bytes": need.total_bytes,
             "gpu_bytes": self.gpu_memory_bytes,
-            "fits": self.fits,
+            "fits": need.total_bytes <= self.gpu_memory_bytes,
         }
 
 

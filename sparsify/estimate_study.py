@@ -71,6 +71,7 @@ class Study:
             _attention(sparse),
             gain,
             EndToEnd.of(dense.attention, dense.linear + dense.communication, gain),
+            dense.memory,
             sparse.memory,
             self.gpu.memory_bytes,
             self._counts(scheme.at(self.call(context))),
@@ -135,6 +136,9 @@ def _speedup(dense: ModelCost, sparse: ModelCost, limit: float) -> Speedup:
     base, changed = dense.attention, sparse.sparse_attention
     kept_ms = sparse.attention.expected_ms - changed.expected_ms
     bound = base.bound_ms / sparse.attention.bound_ms
+    if bound < 1:  # what is lost counts for less beside the fixed time of both
+        fixed_ms = dense.attention_fixed_ms
+        bound = (fixed_ms + base.bound_ms) / (fixed_ms + sparse.attention.bound_ms)
     most = min(bound, limit)
 
     def gain(changed_ms: float) -> float:

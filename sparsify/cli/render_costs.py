@@ -180,7 +180,7 @@ def _crossover(row: Row) -> str:
 
 
 def _dense_memory(row: Row) -> str:
-    return _memory(row.memory.total_bytes - row.memory.index_cache_bytes, row)
+    return _memory(row.dense_memory.total_bytes, row)
 
 
 def _dense_model_ms(row: Row) -> float:

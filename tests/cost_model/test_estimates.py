@@ -52,6 +52,7 @@ ROW = [
     "speedup",
     "end_to_end",
     "memory",
+    "dense_memory",
     "layers",
     "crossover_tokens",
 ]
@@ -117,6 +118,9 @@ LLAMA_HEADS, QWEN_HEADS = AttentionShape(32, 8, 128, 128), AttentionShape(64, 8,
         (PROXY, LLAMA_HEADS, Phase.DECODE, 2),
         (Configuration("moba", 128, 8), LLAMA_HEADS, Phase.PREFILL, 256),
         (Configuration("moba", 4096, 12, decode="dense"), LLAMA_HEADS, Phase.DECODE, 1),
+        (LEARNED, LLAMA_HEADS, Phase.TRAINING, 28),
+        (Configuration("moba", 128, 8), LLAMA_HEADS, Phase.TRAINING, 896),
+        (LEARNED, AttentionShape(64, 64, 192, 64), Phase.TRAINING, 2 * 3.75),
         (DENSE, LLAMA_HEADS, Phase.PREFILL, float("inf")),
     ],
 )
@@ -164,6 +168,27 @@ def test_ratios_are_of_what_is_shown():
     assert row.speedup.bound == row.dense.time.bound_ms / row.sparse.time.bound_ms
     share, gain = row.end_to_end.attention_share, row.speedup.expected
     assert row.end_to_end.speedup == pytest.approx(1 / (1 - share + share / gain))
+
+
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("gpu", ["h200", "l4"])
+def test_speedups_agree_with_the_times_beside_them(phase, gpu):
+    """From one token to ten million; only what goes beyond a limit is cut."""
+    sizes = [1, 2, 129, 4097, 2**15, 2**20, 10 * 2**20]
+    for row in estimate(LLAMA, gpu=gpu, phase=phase, context=sizes).rows:
+        ratio = row.dense.time.expected_ms / row.sparse.time.expected_ms
+        assert row.speedup.expected == pytest.approx(min(ratio, row.speedup.bound), rel=1e-9)
+        if row.context_tokens < 1000:
+            assert 0.03 < row.speedup.expected <= row.speedup.bound <= 1.05
+
+
+def test_dense_attention_has_its_own_memory():
+    found = estimate(LLAMA, context=[2**15, 2**17])
+    for row in found.rows:
+        dense = estimate(LLAMA, DENSE, context=row.context_tokens).rows[0].memory
+        assert row.dense_memory == dense
+        assert dense.workspace_bytes == dense.index_cache_bytes == 0
+    assert {row.memory.workspace_bytes > 0 for row in found.rows} == {True}
 
 
 def test_what_is_not_known_of_attentions_share_is_in_the_range(tmp_path):

@@ -117,6 +117,38 @@ def test_short_contexts_cost_launches_not_guesses():
             assert found.time.high_ms < 0.5
 
 
+@pytest.mark.parametrize("configuration", SPARSE, ids=lambda c: c.label)
+@pytest.mark.parametrize("phase", Phase)
+def test_the_fixed_time_of_calibrated_dense_calls_neither_shrinks_nor_grows(configuration, phase):
+    dense = packaged_calibration(H200)
+    for context in (1, 7, 128):
+        workload = Workload.of(phase, context)
+        calls = [
+            layer_cost(LLAMA_8B, workload, one, H200, hidden_size=4096, calibration=dense)
+            for one in (DENSE, configuration)
+        ]
+        assert calls[0].fixed_ms == pytest.approx(calls[0].time.expected_ms, rel=0.2)
+        gain = calls[0].time.expected_ms / calls[1].time.expected_ms
+        assert 0.2 < gain <= 1
+
+
+def test_a_decode_step_pays_from_the_crossover_on_at_borders_of_blocks_too():
+    shape, sizes = AttentionShape(9, 3, 64, 64), {"phase": Phase.DECODE, "batch": 32}
+    for gpu, configuration in ((load_gpu("l4"), PUBLISHED[1]), (H200, PUBLISHED[0])):
+        found = crossover_tokens(shape, configuration, gpu, **sizes)
+
+        def pays(tokens, gpu=gpu, configuration=configuration):
+            call = Workload.of(Phase.DECODE, tokens, 32)
+            sparse, dense = (layer_cost(shape, call, c, gpu).time for c in (configuration, DENSE))
+            return sparse.expected_ms < dense.expected_ms
+
+        step = configuration.block_size
+        first = found // step
+        borders = [block * step + 1 for block in range(first + 1, 4 * first + 2)]
+        assert not pays(found - 1)
+        assert all(pays(tokens) for tokens in (found, *borders))
+
+
 def test_llama_never_gets_more_than_twice_its_group_from_msa():
     for context in CONTEXTS:
         workload = Workload.of(Phase.PREFILL, context)
