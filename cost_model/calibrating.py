@@ -145,7 +145,7 @@ def _entry(runs: list[FamilyRun]) -> FamilyEfficiency:
         kernel=Counter(run.kernel for run in runs).most_common(1)[0][0],
         group_size=runs[0].group_size,
         block_size=runs[0].block_size,
-        efficiency=round(min(efficiency, MOST_EFFICIENT), 4),
+        efficiency=float(f"{min(efficiency, MOST_EFFICIENT):.4g}"),
         overhead_us=round(1e3 * whole.overhead_ms, 2),
         error=round(_bounded_fit(seen, family).mean_error(unseen), 4),
         points=len(rows),

@@ -13,6 +13,7 @@ import typer
 
 from sparsify import settings
 from sparsify.cli import (
+    bench,
     compare,
     doctor,
     estimate,
@@ -50,6 +51,7 @@ app.command("estimate")(estimate.estimate)
 app.command("compare")(compare.compare)
 app.command("rewrite")(rewrite.rewrite)
 app.command("verify")(verify.verify)
+app.command("bench")(bench.bench)
 app.command("gpus")(gpus.gpus)
 app.command("doctor")(doctor.doctor)
 app.add_typer(policy.app, name="policy")

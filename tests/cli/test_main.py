@@ -26,7 +26,8 @@ def test_the_verbs_are_these(cli):
     """Frozen: a verb or option that goes away breaks scripts."""
     _, out, _ = cli("--help")
     listed = out.split("Commands:")[1].split()
-    for verb in ("inspect", "estimate", "compare", "rewrite", "verify", "gpus", "policy", "doctor"):
+    for verb in ("inspect", "estimate", "compare", "rewrite", "verify", "bench", "gpus", "policy",
+                 "doctor"):  # fmt: skip
         assert verb in listed
     options = {
         "inspect": ["--seq", "--explain", "--json", "--debug", "--dtype"],
@@ -38,6 +39,9 @@ def test_the_verbs_are_these(cli):
                      "--explain", "--plot", "--force", "--json"],
         "compare": ["--gpu", "--context", "--phase", "--batch", "--policy", "--tensor-parallel",
                     "--kv-dtype", "--index-dtype", "--json"],
+        "bench": ["--against", "--shape", "--calibrate", "--context", "--seq", "--method",
+                  "--batch", "--dtype", "--device", "--repeats", "--output", "--into", "--force",
+                  "--json"],
         "gpus": ["--json"],
         "doctor": ["--json"],
     }  # fmt: skip

@@ -1,0 +1,206 @@
+"""The runs that a calibration is fitted on: about two minutes on a GPU.
+
+Times are of the GPU alone, as CUDA graphs, with a cold L2 cache: in a model launches overlap with
+the work before. Inputs are random, bfloat16.
+
+Legend: B batch, H query heads, G key/value heads, T queries, S keys, D head size.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparsify.benches.dense import best, dense_times
+from sparsify.benches.stages import moba_stages_ms
+from sparsify.cost_model.calibrating import FamilyRun, calibration_of, plain_run, stage_run
+from sparsify.cost_model.calibration import Calibration
+from sparsify.cost_model.configuration import DENSE, PUBLISHED, Configuration
+from sparsify.cost_model.hardware import Gpu
+from sparsify.cost_model.workload import AttentionShape, Phase, Workload
+from sparsify.errors import UsageError
+from sparsify.timing import Run, Timing, machine, time_call
+
+__all__ = ["Sizes", "calibrate", "graph_timer", "measured_runs"]
+
+GROUPS = (1, 4, 8, 16)
+MOBA = tuple(replace(c, decode="sparse") for c in PUBLISHED if c.method == "moba")
+CONTEXTS = tuple(n << 10 for n in (8, 16, 32, 64, 128, 256))
+DENSE_CONTEXTS = tuple(n << 10 for n in (8, 16, 32, 64, 96, 128))
+# Rows of products with the weights of a model of 8B parameters.
+PRODUCT_ROWS = tuple(n << 10 for n in (1, 2, 4, 8, 16, 32))
+WEIGHTS = ((4096, 4096), (4096, 14336), (14336, 4096))
+COPY_BYTES = tuple(n << 20 for n in (16, 32, 64, 128, 256, 1024))
+REPEATS, WARM_UP, BUDGET_S = 9, 2, 0.5
+SOURCE = "medians of CUDA-graph times of this package's kernels and torch's; random inputs"
+
+Timer = Callable[[Run], Timing]
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What is measured: shapes of attention, configurations, and where (None: by their size)."""
+
+    shapes: tuple[AttentionShape, ...] = tuple(
+        AttentionShape(16, 16 // g, 128, 128) for g in GROUPS
+    )
+    configurations: tuple[Configuration, ...] = MOBA
+    contexts: tuple[int, ...] | None = None
+    dense_contexts: tuple[int, ...] = DENSE_CONTEXTS
+    decode_batches: tuple[int, ...] = (1, 8)
+    product_rows: tuple[int, ...] = PRODUCT_ROWS
+    weights: tuple[tuple[int, int], ...] = WEIGHTS
+    copy_bytes: tuple[int, ...] = COPY_BYTES
+
+    def contexts_of(self, configuration: Configuration) -> tuple[int, ...]:
+        """Contexts in which the configuration leaves something out.
+
+        Raises:
+            UsageError: there are none among those asked for.
+        """
+        kept = configuration.block_size * configuration.topk
+        if self.contexts is not None:
+            found = tuple(n for n in self.contexts if n > kept)
+            if not found:
+                raise UsageError(
+                    f"{configuration.label} keeps {kept} tokens, all of every context asked for.",
+                    "Give longer ones to --context.",
+                )
+            return found
+        if 4 * kept <= CONTEXTS[0]:
+            return CONTEXTS
+        return tuple(kept * thirds // 3 for thirds in (4, 6, 8, 10, 12, 16))
+
+
+def graph_timer(device: torch.device) -> Timer:
+    """Times a call as a CUDA graph, or as it is where it cannot be captured."""
+    options: dict[str, Any] = {"repeats": REPEATS, "warm_up": WARM_UP, "budget_s": BUDGET_S}
+
+    def timer(run: Run) -> Timing:
+        try:
+            return time_call(run, device=device, graph=True, **options)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError:
+            torch.cuda.synchronize(device)
+            return time_call(run, device=device, **options)
+
+    return timer
+
+
+def calibrate(gpu: Gpu, device: torch.device, sizes: Sizes, say: Say) -> Calibration:
+    """Measure `gpu`, which is `device`, and fit.
+
+    Raises:
+        UsageError: too few lengths for a fit.
+    """
+    runs = list(measured_runs(gpu, device, sizes, graph_timer(device), say))
+    about = machine(device)
+    return calibration_of(runs, gpu, date=about["date"], software=about["software"], source=SOURCE)
+
+
+def measured_runs(
+    gpu: Gpu, device: torch.device, sizes: Sizes, timer: Timer, say: Say
+) -> Iterator[FamilyRun]:
+    """All runs, in order."""
+    for configuration in sizes.configurations:
+        sizes.contexts_of(configuration)  # refuse before any work
+    bench = _Bench(gpu, device, sizes, timer, say)
+    yield from bench.copies()
+    yield from bench.products()
+    yield from bench.dense(Phase.PREFILL)
+    yield from bench.dense(Phase.DECODE)
+    for configuration in sizes.configurations:
+        for shape in sizes.shapes:
+            yield from bench.moba(shape, configuration)
+
+
+@dataclass(frozen=True)
+class _Bench:
+    gpu: Gpu
+    device: torch.device
+    sizes: Sizes
+    timer: Timer
+    say: Say
+
+    def _random(self, *size: int) -> Tensor:
+        return torch.randn(*size, device=self.device, dtype=torch.bfloat16)
+
+    def _inputs(self, shape: AttentionShape, workload: Workload) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v, tokens outside heads in memory, as projections leave them."""
+        batch, keys = workload.batch, workload.context_tokens
+        q = self._random(batch, workload.new_tokens, shape.q_heads, shape.head_dim)
+        k = self._random(batch, keys, shape.kv_heads, shape.head_dim)
+        v = self._random(batch, keys, shape.kv_heads, shape.value_dim)
+        if workload.phase is Phase.DECODE:  # a cache has heads outside
+            k, v = (x.view(batch, shape.kv_heads, keys, -1) for x in (k, v))
+            return q.transpose(1, 2), k, v
+        return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+
+    def copies(self) -> Iterator[FamilyRun]:
+        self.say("copies")
+        for n_bytes in self.sizes.copy_bytes:
+            source = torch.zeros(n_bytes, dtype=torch.int8, device=self.device)
+            target = torch.empty_like(source)
+            ms = self.timer(lambda s=source, t=target: t.copy_(s)).median_ms  # type: ignore[misc]
+            yield plain_run("copy", 0, 2 * n_bytes, n_bytes, ms, self.gpu, "torch")
+
+    def products(self) -> Iterator[FamilyRun]:
+        self.say("matrix products")
+        for rows in self.sizes.product_rows:
+            for inner, columns in self.sizes.weights:
+                a, b = self._random(rows, inner), self._random(inner, columns)
+                ms = self.timer(lambda a=a, b=b: a @ b).median_ms  # type: ignore[misc]
+                flops = 2 * rows * inner * columns
+                n_bytes = 2 * (rows * inner + inner * columns + rows * columns)
+                yield plain_run("gemm", flops, n_bytes, rows, ms, self.gpu, "torch")
+
+    def dense(self, phase: Phase) -> Iterator[FamilyRun]:
+        """Runs of the kernel that is fastest in most of them."""
+        decoding = phase is Phase.DECODE
+        shape = self.sizes.shapes[0]
+        times: dict[Workload, dict[str, Timing]] = {}
+        for tokens in self.sizes.dense_contexts:
+            self.say(f"dense {phase.value}, {tokens} tokens")
+            for batch in self.sizes.decode_batches if decoding else (1,):
+                workload = Workload.of(phase, tokens, batch)
+                times[workload] = dense_times(*self._inputs(shape, workload), self.timer)
+        wins = Counter(name for found in times.values() if (name := best(found)))
+        if not wins:
+            raise UsageError("None of torch's attention kernels runs here.")
+        kernel = wins.most_common(1)[0][0]
+        for workload, found in times.items():
+            if kernel in found:
+                ms = found[kernel].median_ms
+                yield stage_run(
+                    f"dense_{phase.value}", shape, workload, DENSE, ms, self.gpu, kernel
+                )
+
+    def moba(self, shape: AttentionShape, configuration: Configuration) -> Iterator[FamilyRun]:
+        """Stages of prefill and of decode."""
+        for tokens in self.sizes.contexts_of(configuration):
+            self.say(f"{configuration.label}, group {shape.group_size}, {tokens} tokens")
+            yield from self._stages(shape, configuration, Workload.of(Phase.PREFILL, tokens))
+            for batch in self.sizes.decode_batches:
+                workload = Workload.of(Phase.DECODE, tokens, batch)
+                yield from self._stages(shape, configuration, workload)
+
+    def _stages(
+        self, shape: AttentionShape, configuration: Configuration, workload: Workload
+    ) -> Iterator[FamilyRun]:
+        times = moba_stages_ms(
+            *self._inputs(shape, workload),
+            block_size=configuration.block_size,
+            topk=configuration.topk,
+            timer=lambda run: self.timer(run).median_ms,
+        )
+        for family, ms in times.items():
+            yield stage_run(family, shape, workload, configuration, ms, self.gpu, "sparsify")
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()

@@ -1,0 +1,291 @@
+"""`sparsify bench`: measured times of one op, of a rewritten model, or for a calibration."""
+
+from __future__ import annotations
+
+import contextlib
+import json as json_module
+from collections.abc import Iterator
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from sparsify.cli import streams
+from sparsify.cli.cost_options import Batch, parse_contexts
+from sparsify.cli.options import Json, check_given, check_settings, parse_sizes, parse_whole
+from sparsify.errors import UsageError
+from sparsify.files import check_target, write_text
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["bench"]
+
+CONTEXTS = "8k,32k,128k"
+SEQUENCES = "1k,4k"
+
+
+class MethodName(StrEnum):
+    """Methods that have kernels to time."""
+
+    MOBA = "moba"
+
+
+class ElementName(StrEnum):
+    """Types of queries, keys and values."""
+
+    BF16 = "bf16"
+    FP16 = "fp16"
+    FP32 = "fp32"
+
+
+def bench(
+    directory: Annotated[
+        Path | None,
+        typer.Argument(metavar="[DIR]", help="A folder that `sparsify rewrite` wrote."),
+    ] = None,
+    against: Annotated[
+        str | None, typer.Option("--against", metavar="MODEL", help="The original of DIR.")
+    ] = None,
+    shape: Annotated[
+        str | None,
+        typer.Option(
+            "--shape",
+            metavar="TEXT",
+            help="One attention op instead: heads=16/16,dim=128,block=128,topk=8.",
+        ),
+    ] = None,
+    calibrate: Annotated[
+        bool,
+        typer.Option(
+            "--calibrate", help="Measure what `estimate --calibration` needs, on a GPU, in minutes."
+        ),
+    ] = False,
+    context: Annotated[
+        str | None,
+        typer.Option(
+            "--context", metavar="SIZES", help=f"Contexts of --shape; {CONTEXTS} by default."
+        ),
+    ] = None,
+    seq: Annotated[
+        str | None,
+        typer.Option("--seq", metavar="SIZES", help=f"Lengths for DIR; {SEQUENCES} by default."),
+    ] = None,
+    method: Annotated[
+        MethodName, typer.Option("--method", help="Method of --shape.")
+    ] = MethodName.MOBA,
+    batch: Batch = "1",
+    dtype: Annotated[
+        ElementName, typer.Option("--dtype", help="Elements of --shape.")
+    ] = ElementName.BF16,
+    device: Annotated[
+        str, typer.Option("--device", metavar="NAME", help="cuda:0, or cpu.")
+    ] = "cuda:0",
+    repeats: Annotated[
+        str, typer.Option("--repeats", metavar="N", help="Timed calls; slow ones get fewer.")
+    ] = "20",
+    output: Annotated[
+        str | None, typer.Option("-o", "--output", metavar="FILE", help="Write JSON here.")
+    ] = None,
+    into: Annotated[
+        str | None,
+        typer.Option("--into", metavar="FILE", help="Merge the calibration into this file."),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing -o FILE.")] = False,
+    json: Json = False,
+) -> None:
+    """Measure: --shape times one op, DIR --against MODEL two models, --calibrate a GPU."""
+    given = {"DIR": None if directory is None else str(directory), "--against": against}
+    check_given(**given, **{"--shape": shape, "--context": context, "--seq": seq})
+    check_given(**{"--device": device, "-o": output, "--into": into})
+    check_settings()
+    _check_kinds(directory, against, shape, calibrate, context, seq, into, output, json)
+    if output is not None:
+        check_target(output, force=force, directory=False)
+    size, count = _positive(batch, "--batch"), _positive(repeats, "--repeats")
+    contexts = None if context is None else parse_contexts(context)
+    if calibrate:
+        _calibrate(shape, contexts, device, output, into, json)
+        return
+    if shape is not None:
+        data = _attention(shape, contexts, size, dtype.value, device, count, json)
+    else:
+        lengths = parse_sizes(seq or SEQUENCES, "--seq")
+        data = _models(directory, against, lengths, size, device, count, json)
+    if output is not None:
+        _write(output, data)
+
+
+def _check_kinds(
+    directory: Path | None,
+    against: str | None,
+    shape: str | None,
+    calibrate: bool,
+    context: str | None,
+    seq: str | None,
+    into: str | None,
+    output: str | None,
+    json: bool,
+) -> None:
+    """Refuse what does not go together."""
+    if directory is None and shape is None and not calibrate:
+        raise UsageError("Nothing to measure.", "Give DIR --against MODEL, --shape or --calibrate.")
+    if directory is not None and (shape is not None or calibrate):
+        raise UsageError("DIR does not go with --shape or --calibrate.", "Run them one by one.")
+    if (directory is None) != (against is None):
+        raise UsageError("DIR and --against MODEL belong together.")
+    if directory is not None and context is not None:
+        raise UsageError("--context is for --shape and --calibrate.", "DIR has --seq.")
+    if directory is None and seq is not None:
+        raise UsageError("--seq is for DIR.", "Use --context.")
+    if into is not None and not calibrate:
+        raise UsageError("--into is for --calibrate.")
+    if into is not None and output is not None:
+        raise UsageError("Give either -o or --into.")
+    if calibrate and not (into or output or json):
+        raise UsageError("The calibration has no place to go.", "Give -o FILE or --into FILE.")
+
+
+def _positive(text: str, what: str) -> int:
+    number = parse_whole(text, what)
+    if number < 1:
+        raise UsageError(f"{what} is {number}; it must be at least 1.")
+    return number
+
+
+def _attention(
+    shape: str,
+    contexts: list[int] | None,
+    batch: int,
+    dtype: str,
+    device: str,
+    repeats: int,
+    json: bool,
+) -> dict[str, Any]:
+    from sparsify.benches.attention import Question, bench_attention
+    from sparsify.benches.shapes import parse_shape
+    from sparsify.cli import render_bench
+    from sparsify.timing import machine
+
+    heads, configuration = parse_shape(shape)
+    sizes = tuple(contexts or parse_contexts(CONTEXTS))
+    question = Question(heads, configuration, sizes, _device(device), batch, dtype, repeats)
+    with streams.progress() as say, _memory_told():
+        rows = bench_attention(question, say)
+    about = machine(question.device)
+    data = {"schema": 1, **about, **question.to_json(), "rows": [row.to_json() for row in rows]}
+    if json:
+        streams.show_json(data)
+    else:
+        streams.show(*render_bench.attention(question, rows, about))
+    return data
+
+
+def _models(
+    directory: Path | None,
+    against: str | None,
+    lengths: list[int],
+    batch: int,
+    device: str,
+    repeats: int,
+    json: bool,
+) -> dict[str, Any]:
+    from sparsify.cli import render_bench
+    from sparsify.cli.bench_models import bench_models
+
+    assert directory is not None and against is not None
+    if not directory.is_dir():
+        raise UsageError(f"There is no folder {directory}.")
+    with streams.progress() as say, _memory_told():
+        data = bench_models(directory, against, lengths, batch, _device(device), repeats, say)
+    streams.show_json(data) if json else streams.show(*render_bench.models(data))
+    return data
+
+
+def _calibrate(
+    shape: str | None,
+    contexts: list[int] | None,
+    device: str,
+    output: str | None,
+    into: str | None,
+    json: bool,
+) -> None:
+    from sparsify.benches.calibration_runs import Sizes, calibrate
+    from sparsify.benches.shapes import parse_shape
+    from sparsify.cli import render_bench
+    from sparsify.cost_model.calibrating import merged, to_document
+
+    sizes = Sizes(contexts=None if contexts is None else tuple(contexts))
+    if shape is not None:
+        heads, configuration = parse_shape(shape)
+        sizes = Sizes((heads,), (configuration,), sizes.contexts)
+    place = _gpu_only(device)
+    gpu = _figures(place)
+    if into is not None:
+        _check_into(into, gpu.name)
+    with streams.progress() as say, _memory_told():
+        found = calibrate(gpu, place, sizes, say)
+    data = to_document(found)
+    if output is not None:
+        _write(output, data)
+    if into is not None:
+        _write(into, merged(into, found))
+    streams.show_json(data) if json else streams.show(*render_bench.calibration(found))
+
+
+def _device(name: str) -> torch.device:
+    from sparsify.timing import find_device
+
+    return find_device(name)
+
+
+def _gpu_only(name: str) -> torch.device:
+    """The GPU to calibrate.
+
+    Raises:
+        UsageError: it is no GPU, or there is none.
+    """
+    import torch
+
+    if name.strip().startswith("cpu") or not torch.cuda.is_available():
+        raise UsageError(
+            "A calibration is measured on a GPU.",
+            "Run it where a CUDA device is; `sparsify estimate --calibration FILE` reads the file.",
+        )
+    return _device(name)
+
+
+def _figures(device: torch.device) -> Any:
+    """What is known of the GPU; its bounds are what efficiencies are shares of."""
+    import torch
+
+    from sparsify.cost_model.hardware import load_gpu
+
+    return load_gpu(torch.cuda.get_device_name(device))
+
+
+def _check_into(path: str, gpu: str) -> None:
+    from sparsify.cost_model.calibration import load_calibration
+    from sparsify.cost_model.hardware import load_gpu
+
+    load_calibration(path, load_gpu(gpu))
+
+
+@contextlib.contextmanager
+def _memory_told() -> Iterator[None]:
+    """Memory that does not suffice is a sentence."""
+    import torch
+
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise UsageError(
+            "The device has too little memory for this measurement.",
+            "Give shorter contexts or a smaller batch.",
+        ) from None
+
+
+def _write(path: str, data: dict[str, Any]) -> None:
+    write_text(path, json_module.dumps(data, indent=2) + "\n")
+    streams.tell(f"sparsify: written to {path}")

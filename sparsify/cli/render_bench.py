@@ -1,0 +1,134 @@
+"""Tables of `sparsify bench`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from rich.text import Text
+
+from sparsify.cli.render import open_table
+from sparsify.cli.units import gigabytes, milliseconds
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from sparsify.benches.attention import AttentionRow, Question
+    from sparsify.cost_model.calibration import Calibration
+    from sparsify.timing import Timing
+
+__all__ = ["attention", "calibration", "models"]
+
+
+def attention(
+    question: Question, rows: Sequence[AttentionRow], about: dict[str, Any]
+) -> list[RenderableType]:
+    """Dense kernels, the op, and its stages, per context."""
+    out = open_table(">context", "what", ">p50 ms", ">p95 ms", ">p99 ms", ">speed-up", ">memory GB")
+    for row in rows:
+        for line in _lines(row):
+            out.add_row(*map(Text, line))
+    shape = question.shape
+    head = (
+        f"{question.configuration.label}, {shape.q_heads}/{shape.kv_heads} heads of size "
+        f"{shape.head_dim}, batch {question.batch}, {question.dtype}, prefill, on {_device(about)}"
+    )
+    return [head, out, *_notes(rows)]
+
+
+def _lines(row: AttentionRow) -> list[tuple[str, ...]]:
+    lines = []
+    for name, timing in row.dense.items():
+        mark = " (timed once)" if timing.once else ""
+        best = ", best" if name == row.dense_best and len(row.dense) > 1 else ""
+        lines.append((f"dense {name}{best}{mark}", *_percentiles(timing), "", ""))
+    memory = "-" if row.extra_bytes is None else gigabytes(row.extra_bytes)
+    lines.append(("MoBA", *_percentiles(row.sparse), _gain(row, row.sparse), memory))
+    if row.graph is not None:
+        lines.append(("MoBA, CUDA graph", *_percentiles(row.graph), _gain(row, row.graph), ""))
+    lines += [(f"  {name}", milliseconds(ms), "", "", "", "") for name, ms in row.stages_ms.items()]
+    context = f"{row.context:,}"
+    return [(context if index == 0 else "", *line) for index, line in enumerate(lines)]
+
+
+def _percentiles(timing: Timing) -> tuple[str, str, str]:
+    p50, p95, p99 = (milliseconds(timing.percentile_ms(p)) for p in (50, 95, 99))
+    return (p50, "-", "-") if timing.once else (p50, p95, p99)
+
+
+def _gain(row: AttentionRow, timing: Timing) -> str:
+    name = row.dense_best
+    return "" if name is None else _times(row.dense[name].median_ms / timing.median_ms)
+
+
+def _times(factor: float | None) -> str:
+    return "-" if factor is None else f"{factor:.2f}x"
+
+
+def _notes(rows: Sequence[AttentionRow]) -> list[RenderableType]:
+    notes = [
+        "Speed-up: the best dense time of this run over MoBA's. Memory: beyond in- and outputs."
+    ]
+    if any(row.implementation == "reference" for row in rows):
+        notes.append(
+            "MoBA ran as the reference implementation, which is made to be right, not fast."
+        )
+    if any(row.dense_once for row in rows):
+        notes.append("Timed once: one call without warm-up.")
+    every = [f"{row.context:,}" for row in rows if row.attends_all]
+    if every:
+        notes.append(f"At {', '.join(every)} tokens top-k covers every block: nothing is left out.")
+    if any(not row.dense for row in rows):
+        notes.append("None of torch's fused kernels runs this shape; there is no speed-up to tell.")
+    return list(notes)
+
+
+def _device(about: dict[str, Any]) -> str:
+    software = about["software"]
+    return f"{about.get('gpu') or about.get('cpu')}, torch {software['torch']}, {about['date']}"
+
+
+def models(data: dict[str, Any]) -> list[RenderableType]:
+    """Prefill and decode of both models, per length."""
+    out = open_table(
+        ">tokens",
+        "what",
+        ">dense ms",
+        ">rewritten ms",
+        ">speed-up",
+        ">memory GB (dense, rewritten)",
+    )
+    for row in data["rows"]:
+        tokens = "-" if row["tokens"] is None else f"{row['tokens']:,}"
+        what = "forward" if row["tokens"] is None else "prefill"
+        memory = " ".join(_memory(row[side]["extra_bytes"]) for side in ("dense", "rewritten"))
+        out.add_row(*map(Text, (tokens, what, *_both(row, "prefill"), memory)))
+        if row["dense"]["decode"] and row["rewritten"]["decode"]:
+            out.add_row(*map(Text, ("", "decode step", *_both(row, "decode"), "")))
+    head = (
+        f"{data['rewritten']} against {data['against']}, batch {data['batch']}, on {_device(data)}"
+    )
+    return [head, out, *data["notes"]]
+
+
+def _both(row: dict[str, Any], phase: str) -> tuple[str, str, str]:
+    dense, mine = (milliseconds(row[side][phase]["median_ms"]) for side in ("dense", "rewritten"))
+    return dense, mine, _times(row[f"{phase}_speedup"])
+
+
+def _memory(n_bytes: int | None) -> str:
+    return "-" if n_bytes is None else gigabytes(n_bytes)
+
+
+def calibration(found: Calibration) -> list[RenderableType]:
+    """The entries, a row each."""
+    out = open_table(
+        "family", "kernel", ">group", ">block", ">efficiency", ">overhead us", ">error", ">runs"
+    )
+    for entry in found.families:
+        sizes = (str(size or "any") for size in (entry.group_size, entry.block_size))
+        figures = (f"{entry.efficiency:.3f}", f"{entry.overhead_us:.1f}", f"{entry.error:.1%}")
+        cells = (entry.family, entry.kernel, *sizes, *figures, str(entry.points))
+        out.add_row(*map(Text, cells))
+    note = "Error: mean over the runs that the fit did not see; kept is the fit on all runs."
+    return [f"{found.gpu}, {found.date}", out, note]
