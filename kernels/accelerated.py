@@ -17,7 +17,14 @@ from torch import Tensor
 
 from sparsify.kernels import lists, reference, selection, validation
 from sparsify.kernels.attend import forward
-from sparsify.kernels.layout import Layout, gather_pages, list_width, sequences
+from sparsify.kernels.layout import (
+    Layout,
+    block_count,
+    gather_pages,
+    key_slots,
+    list_width,
+    sequences,
+)
 from sparsify.kernels.placement import Placement, place
 from sparsify.kernels.select import moba
 
@@ -44,25 +51,36 @@ block_attention_backward = reference.block_attention_backward
 _OPS = ("moba_select", "moba_attention", "moba_attention_backward", "block_attention")
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _MOST_HEAD_DIM = 256
+_MOST_PLACES = 256
+_MOST_BLOCKS = 1 << 19
 
 
-def unsupported(name: str, args: tuple[Any, ...], options: dict[str, Any]) -> str | None:
+def unsupported(
+    name: str, args: tuple[Any, ...], layout: Layout, options: dict[str, Any]
+) -> str | None:
     """Why these kernels do not run a call; None when they do.
 
     Args:
-        args: the op's own tensors, q or the index queries among the first three.
-        options: the op's options.
+        args: the op's own tensors.
+        layout, options: of the call; top-k as it is in force.
     """
-    tensors = [x for x in args if isinstance(x, Tensor)]
     if name not in _OPS:
         return f"there are no Triton kernels for {name} yet"
+    tensors = [x for x in args if isinstance(x, Tensor) and x.dim() == 4]
     if any(x.dtype not in (*_DTYPES, torch.int32) for x in tensors):
         return "float64 has no tensor-core kernels"
-    if max(x.shape[-1] for x in tensors if x.dtype != torch.int32 and x.dim() == 4) > 256:
+    if max(x.shape[-1] for x in tensors if x.dtype != torch.int32) > _MOST_HEAD_DIM:
         return f"head sizes beyond {_MOST_HEAD_DIM} do not fit a tile"
     scale = options.get("scale")
     if scale is not None and scale <= 0:
         return "a scale that is not positive turns the order of the scores round"
+    first = 2 if name.endswith("_backward") else 0
+    blocks = block_count(key_slots(args[first + 1], layout), options["block_size"])
+    places = args[3].shape[-1] if name == "block_attention" else options["topk"]
+    if places > _MOST_PLACES and (name == "block_attention" or places < blocks):
+        return f"lists of more than {_MOST_PLACES} blocks do not fit a tile"
+    if blocks >= _MOST_BLOCKS:
+        return f"{blocks:,} blocks are too many to number"
     return None
 
 
@@ -195,8 +213,11 @@ def _lists(
 
     def chosen() -> Tensor:
         placement = place(flat, batch, q_len, k.shape[2], block_size)
-        gate = moba.Gate(q, k, placement, block_means, block_size, topk - 1)
-        return lists.public(gate.all_rows(), placement, q_len, block_size, width)
+        if topk >= placement.blocks:
+            past = lists.every(placement, batch, heads, q_len, block_size, q.device)
+        else:
+            past = moba.Gate(q, k, placement, block_means, block_size, topk - 1).all_rows()
+        return lists.public(past, placement, q_len, block_size, width)
 
     if call.replayed is None and not call.recorders:
         return chosen()

@@ -17,7 +17,9 @@ from sparsify.kernels.layout import Layout, block_count, key_slots
 __all__ = ["attends_every_block", "implementation", "with_topk_in_force"]
 
 
-def implementation(name: str, args: tuple[Any, ...], options: dict[str, Any]) -> ModuleType:
+def implementation(
+    name: str, args: tuple[Any, ...], layout: Layout, options: dict[str, Any]
+) -> ModuleType:
     """The module that runs a call: Triton kernels on a GPU for what they can do, else the
     reference; `SPARSIFY_IMPL` asks for one of them.
 
@@ -30,7 +32,7 @@ def implementation(name: str, args: tuple[Any, ...], options: dict[str, Any]) ->
     on_gpu = any(isinstance(x, Tensor) and x.device.type == "cuda" for x in args)
     if asked == "auto" and not on_gpu:
         return reference
-    why = _why_not_triton(name, args, options)
+    why = _why_not_triton(name, args, layout, options)
     if why is None and not on_gpu and not settings.triton_interpreted():
         why = "the tensors are not on a GPU"
     if why is None:
@@ -45,12 +47,14 @@ def implementation(name: str, args: tuple[Any, ...], options: dict[str, Any]) ->
     return reference
 
 
-def _why_not_triton(name: str, args: tuple[Any, ...], options: dict[str, Any]) -> str | None:
+def _why_not_triton(
+    name: str, args: tuple[Any, ...], layout: Layout, options: dict[str, Any]
+) -> str | None:
     if find_spec("triton") is None:
         return "triton is not installed"
     from sparsify.kernels import accelerated
 
-    return accelerated.unsupported(name, args, options)
+    return accelerated.unsupported(name, args, layout, options)
 
 
 def attends_every_block(

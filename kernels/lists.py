@@ -14,7 +14,7 @@ from torch import Tensor
 from sparsify.kernels.placement import Placement
 from sparsify.kernels.tiling import padded
 
-__all__ = ["Given", "public"]
+__all__ = ["Given", "every", "public"]
 
 _NONE = 2**31 - 1
 
@@ -70,6 +70,19 @@ def public(
     every = every.sort(-1).values[..., :width]
     every = every.masked_fill(every == _NONE, -1).to(torch.int32)
     return torch.nn.functional.pad(every, (0, width - every.shape[-1]), value=-1)
+
+
+def every(
+    placement: Placement, batch: int, heads: int, q_len: int, block_size: int, device: torch.device
+) -> Tensor:
+    """Lists of all past blocks that hold a real key, `[B, H, T, N]`."""
+    first_T1, end_T1 = _past_range(placement, q_len, block_size, device)
+    number_N = torch.arange(placement.blocks, device=device)
+    past = (number_N >= first_T1) & (number_N < end_T1)
+    if placement.real_BN is not None:
+        past = past & placement.real_BN[:, None]
+    numbers = torch.where(past, number_N, -1).int()
+    return numbers[:, None].expand(batch, heads, q_len, -1)
 
 
 def _own(placement: Placement, q_len: int, device: torch.device) -> Tensor:

@@ -398,7 +398,7 @@ def _body(op: _Op) -> Callable[..., Any]:
         if op.chooses:
             options = with_topk_in_force(options, own[op.first], own[op.first + 1], layout)
         with torch.no_grad():
-            run = getattr(implementation(op.name, own, options), op.name)
+            run = getattr(implementation(op.name, own, layout, options), op.name)
             return run(*own, layout, *further, **options)
 
     return body

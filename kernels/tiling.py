@@ -6,11 +6,22 @@ far as shared memory goes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import functools
+from dataclasses import dataclass, replace
 
-__all__ = ["AttentionTiles", "GateTiles", "attention_tiles", "gate_tiles", "padded"]
+import torch
+
+__all__ = [
+    "AttentionTiles",
+    "GateTiles",
+    "attention_tiles",
+    "gate_tiles",
+    "padded",
+    "shared_bytes",
+]
 
 SMALL_BLOCK = 128
+HOPPER_SHARED = 227 << 10
 
 
 def padded(size: int, least: int = 16) -> int:
@@ -81,15 +92,41 @@ def gate_tiles(chosen: int, blocks: int, head_dim: int, item_size: int) -> GateT
     )
 
 
-def attention_tiles(block: int, head_dim: int, value_dim: int, item_size: int) -> AttentionTiles:
-    """Tiles for blocks of `block` keys."""
-    widest = padded(max(head_dim, value_dim))
+def attention_tiles(
+    block: int, head_dim: int, value_dim: int, item_size: int, shared_bytes: int = HOPPER_SHARED
+) -> AttentionTiles:
+    """Tiles for blocks of `block` keys that fit `shared_bytes` of shared memory."""
+    row = (padded(head_dim) + padded(value_dim)) * item_size  # a key and a value
+    query = padded(head_dim) * item_size
+    small = item_size <= 2 and block <= SMALL_BLOCK and row <= 512
+    small = small and padded(block) * row + 64 * query <= shared_bytes
+    tiles = _by_shape(block, padded(max(head_dim, value_dim)), item_size, small)
+    stages, combine = tiles.stages, tiles.combine_stages
+    while stages > 1 and tiles.rows * query + stages * tiles.columns * row > shared_bytes:
+        stages -= 1
+    rows = tiles.combine_rows * query
+    while combine > 1 and rows + combine * tiles.combine_columns * row > shared_bytes:
+        combine -= 1
+    return replace(tiles, stages=stages, combine_stages=combine)
+
+
+def _by_shape(block: int, widest: int, item_size: int, small: bool) -> AttentionTiles:
     if item_size > 2:
         return AttentionTiles(False, 32, 32, 4, 1, 32, None, 32, 32, 4, 1)
     if widest > 128:
         return AttentionTiles(False, 64, 32, 4, 2, 64, None, 64, 32, 4, 2)
-    if block <= SMALL_BLOCK:
+    if small:
         return AttentionTiles(True, 64, padded(block), 4, 1, 1024, None, 64, 64, 4, 3)
     if block < 1024:
         return AttentionTiles(False, 64, 64, 4, 3, 64, None, 64, 64, 4, 3)
     return AttentionTiles(False, 128, 64, 8, 2, 128, 128, 64, 64, 4, 3)
+
+
+@functools.cache
+def shared_bytes(device: torch.device) -> int:
+    """Shared memory that a thread block may take on `device`; Hopper's where there is no GPU."""
+    if device.type != "cuda":
+        return HOPPER_SHARED
+    found = torch.cuda.get_device_properties(device)
+    # The name that torch has for it on CUDA; on HIP a workgroup has 64 KiB.
+    return int(getattr(found, "shared_memory_per_block_optin", 64 << 10))

@@ -17,6 +17,7 @@ from sparsify.comparing import (
     plan_to_verify,
     result,
     same_bits,
+    variant,
 )
 from sparsify.equality import dense_limit, determinism, phases
 from sparsify.hosts.reload import reloaded
@@ -103,16 +104,19 @@ def run(
 def quality_cost(c: Context) -> CheckResult:
     """V6: recalls per layer, losses, agreement and retrieval on the samples.
 
-    It fails on the quality budget of the policy, if there is one, and when nothing was measured.
+    Texts that `min_context` would keep dense are measured as if they were sparse. It fails on the
+    quality budget of the policy, if there is one, and when nothing was measured.
     """
     runs: list[dict[str, Any]] = []
+    least = max(layer.min_context for layer in c.plan.rewritten)
+    rewritten = c.rewritten if least <= min(c.quality_lengths()) else variant(c, min_context=0)
     with watching(c.plan) as seen:
         for number, ids in _quality_inputs(c):
             c.say(f"V6: {ids.shape[1]} tokens of sample {number}")
-            runs.append(quality.measure(c.original, c.rewritten, ids, c.tokenizer))
+            runs.append(quality.measure(c.original, rewritten, ids, c.tokenizer))
     if c.dump_selection is not None:
         with record_selection() as chosen:
-            logits(c.rewritten, c.ids[0][:, : c.quality_lengths()[-1]])
+            logits(rewritten, c.ids[0][:, : c.quality_lengths()[-1]])
         chosen.save(c.dump_selection)
     faults = seen.faults()
     if any(not math.isfinite(run["sparse_loss_nats"]) for run in runs):
@@ -121,7 +125,11 @@ def quality_cost(c: Context) -> CheckResult:
         budget = Quality.model_validate(c.plan.policy["quality"])
         faults += [f"{f} at {run['tokens']} tokens" for run in runs for f in budget.faults(run)]
     metrics = {"samples": c.source, "sparse_rows": seen.sparse_rows, "runs": runs}
-    return result("V6", "quality", faults, _losses(runs), metrics)
+    text = _losses(runs)
+    if rewritten is not c.rewritten:
+        metrics["min_context"] = least
+        text += f"; the plan keeps texts of fewer than {least:,} tokens dense"
+    return result("V6", "quality", faults, text, metrics)
 
 
 def _quality_inputs(c: Context) -> Iterator[tuple[int, torch.Tensor]]:

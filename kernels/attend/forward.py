@@ -9,6 +9,7 @@ import torch
 import triton
 from torch import Tensor
 
+from sparsify.kernels import tiling
 from sparsify.kernels.attend.combine import combine_clean_fwd_kernel, combine_fwd_kernel
 from sparsify.kernels.attend.kv_outer import large_block_fwd_kernel, small_block_fwd_kernel
 from sparsify.kernels.attend.q_outer import query_block_fwd_kernel
@@ -83,7 +84,8 @@ class _Parts(NamedTuple):
 def shape_of(q: Tensor, k: Tensor, v: Tensor, block: int, scale: float | None) -> Shape:
     """The shape of a call."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    tiles = attention_tiles(block, q.shape[-1], v.shape[-1], q.element_size())
+    shared = tiling.shared_bytes(q.device)
+    tiles = attention_tiles(block, q.shape[-1], v.shape[-1], q.element_size(), shared)
     exact = q.dtype == torch.float32
     group = q.shape[1] // k.shape[1]
     return Shape(q.shape[1], group, block, q.shape[-1], v.shape[-1], scale * LOG2E, tiles, exact)
@@ -136,7 +138,8 @@ def sparse(
         idx, own = chooser.rows(*part)
         parts = None
         if chooser.chosen and placement.blocks > 1:
-            attend = _by_query if part.queries <= FEW_QUERIES else _by_block
+            # Not by the slice: a row must not depend on how the work is cut.
+            attend = _by_query if q.shape[2] <= FEW_QUERIES else _by_block
             parts = attend(q, k, v, idx, placement, shape, part, chooser.chosen)
         _combine(q, k, v, idx, own, parts, out, lse, placement, shape, part, chooser.chosen)
     return out, lse

@@ -92,7 +92,7 @@ class Gate:
         """Lists of all heads and queries, `[B, H, T, W]`."""
         batch, heads, q_len = self.q.shape[:3]
         past, _ = self.rows(0, batch * heads, 0, q_len)
-        return past.view(batch, heads, q_len, -1)
+        return past.view(batch, heads, q_len, self.width)
 
     def rows(self, head: int, heads: int, first: int, count: int) -> tuple[Tensor, None]:
         """Past blocks `[heads, count, W]`; the own block is always chosen and not among them.
