@@ -67,15 +67,10 @@ POLICIES = {
 
 def make(shape, device, dtype):
     """A model with random weights, made where it is used."""
-    before = torch.get_default_dtype()
     torch.manual_seed(0)
-    torch.set_default_dtype(dtype)
-    try:
-        with torch.device(device):
-            config = LlamaConfig(**shape, attn_implementation="sdpa", dtype=dtype)
-            return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
-    finally:
-        torch.set_default_dtype(before)
+    config = LlamaConfig(**shape, attn_implementation="sdpa")
+    with torch.device(device):
+        return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
 
 
 def proved(shape):

@@ -5,6 +5,7 @@ Legend: B batch, H query heads, G key/value heads, T queries, S keys, D head siz
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -22,9 +23,11 @@ from sparsify.timing import Run, Timing, extra_bytes, time_call
 __all__ = ["DTYPES", "AttentionRow", "Question", "bench_attention"]
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-# Dense attention of more work than this is timed once, without warm-up: some seconds.
+# Dense attention of more work than this takes seconds: it is timed once, and beyond ten times as
+# much without a warm-up.
 ONCE_FLOPS = {"cuda": 1e15, "cpu": 5e11}
 BUDGET_S = 5.0
+LOGGER = logging.getLogger("sparsify")
 Say = Callable[[str], None]
 
 
@@ -122,7 +125,7 @@ def _row(question: Question, tokens: int, say: Say) -> AttentionRow:
     say(f"MoBA, {tokens} tokens")
     extra = extra_bytes(run, question.device)
     sparse = _timing(question, run)
-    graph = _timing(question, run, graph=True) if on_gpu else None
+    graph = _graph(question, run) if on_gpu else None
     every = question.configuration.topk * question.configuration.block_size >= tokens
     stages = {}
     if implementation == "triton" and on_gpu and not every:
@@ -176,6 +179,17 @@ def _timing(question: Question, run: Run, *, graph: bool = False) -> Timing:
     )
 
 
+def _graph(question: Question, run: Run) -> Timing | None:
+    """The op as a CUDA graph; None where it cannot be captured."""
+    try:
+        return _timing(question, run, graph=True)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        LOGGER.warning("the op cannot be captured as a CUDA graph: %s", error)
+        return None
+
+
 def _stages(question: Question, q: Tensor, k: Tensor, v: Tensor) -> dict[str, float]:
     times = moba_stages_ms(
         q,
@@ -190,7 +204,9 @@ def _stages(question: Question, q: Tensor, k: Tensor, v: Tensor) -> dict[str, fl
 
 def _dense_timing(question: Question, tokens: int, run: Run) -> Timing:
     shape = question.shape
-    heads = 2 * question.batch * shape.q_heads * (shape.head_dim + shape.value_dim)
-    if heads * dense_pairs(tokens, tokens) < ONCE_FLOPS[question.device.type]:
+    flops = 2 * question.batch * shape.q_heads * (shape.head_dim + shape.value_dim)
+    flops *= dense_pairs(tokens, tokens)
+    once = ONCE_FLOPS[question.device.type]
+    if flops < once:
         return _timing(question, run)
-    return time_call(run, device=question.device, repeats=1, warm_up=0)
+    return time_call(run, device=question.device, repeats=1, warm_up=int(flops < 10 * once))

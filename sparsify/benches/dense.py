@@ -22,6 +22,8 @@ BACKENDS = {
     "sdpa_flash": SDPBackend.FLASH_ATTENTION,
     "sdpa_cudnn": SDPBackend.CUDNN_ATTENTION,
 }
+# What a GPU has for float32.
+FLOAT32 = {"sdpa_efficient": SDPBackend.EFFICIENT_ATTENTION}
 LOGGER = logging.getLogger("sparsify")
 
 
@@ -44,14 +46,18 @@ def dense_times(
 ) -> dict[str, Timing]:
     """Times by backend; a backend that cannot run the call is left out."""
     found = {}
-    for name, backend in BACKENDS.items():
-        if q_BHTD.device.type == "cpu" and name != "sdpa_flash":
-            continue
+    for name, backend in _backends(q_BHTD).items():
         try:
             found[name] = timer(dense_call(q_BHTD, k_BGSD, v_BGSD, backend))
         except RuntimeError as error:  # out of memory is one
             LOGGER.info("%s does not run this call: %s", name, _first_line(error))
     return found
+
+
+def _backends(q_BHTD: Tensor) -> dict[str, SDPBackend]:
+    if q_BHTD.device.type == "cpu":
+        return {"sdpa_flash": SDPBackend.FLASH_ATTENTION}
+    return FLOAT32 if q_BHTD.dtype == torch.float32 else BACKENDS
 
 
 def best(times: dict[str, Timing]) -> str | None:

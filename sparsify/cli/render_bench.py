@@ -74,7 +74,9 @@ def _notes(rows: Sequence[AttentionRow]) -> list[RenderableType]:
             "MoBA ran as the reference implementation, which is made to be right, not fast."
         )
     if any(row.dense_once for row in rows):
-        notes.append("Timed once: one call without warm-up.")
+        notes.append(
+            "Timed once: one call after at most one to warm up; nothing is known of the spread."
+        )
     every = [f"{row.context:,}" for row in rows if row.attends_all]
     if every:
         notes.append(f"At {', '.join(every)} tokens top-k covers every block: nothing is left out.")
