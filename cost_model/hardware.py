@@ -60,6 +60,15 @@ UNITS = {
 }
 
 
+# What every estimate rests on.
+USED_FIGURES = (
+    "bf16_dense_tflops",
+    "memory_bandwidth_gbs",
+    "memory_gb",
+    "l2_bandwidth_gbs",
+)
+
+
 def _number(least: float, most: float, wanted: str) -> BeforeValidator:
     def check(value: Any) -> float:
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
@@ -170,6 +179,11 @@ class Gpu(FrozenModel):
     def unverified(self) -> tuple[str, ...]:
         """Names of the figures that were not traced to the vendor."""
         return tuple(name for name, figure in self.figures.items() if not figure.verified)
+
+    def unverified_for(self, gpus: int) -> tuple[str, ...]:
+        """Those of them that estimates for so many GPUs rest on; the link counts between GPUs."""
+        used = (*USED_FIGURES, *(("nvlink_gbs_total_bidirectional",) if gpus > 1 else ()))
+        return tuple(name for name in used if name in self.unverified)
 
     @property
     def memory_bytes(self) -> float:

@@ -32,10 +32,6 @@ CONTEXTS = (32_768, 131_072, 1_048_576)
 MOST_TOKENS, MOST_BATCH, MOST_GPUS = 1 << 30, 1 << 20, 1 << 10
 # How far off the efficiency of sparse kernels is tried.
 SCALES = (0.5, 1.0, 2.0)
-# What every estimate rests on; the link only counts between GPUs.
-USED_FIGURES = ("bf16_dense_tflops", "memory_bandwidth_gbs", "memory_gb")
-LINK = "nvlink_gbs_total_bidirectional"
-L2 = "l2_bandwidth_gbs"
 
 Source = ModelShape | str | Path | Mapping[str, Any]
 
@@ -146,7 +142,8 @@ def _estimate(study: Study, schemes: Sequence[Scheme], contexts: Sequence[int]) 
     best = max(at_longest, key=lambda row: row.end_to_end.speedup)
     sensitivity = tuple(_sensitivity(study, schemes, contexts))
     said = study.cost(longest, None).warnings
-    warnings = warnings_of(study.model, rows, sensitivity, study.gpu, _unverified(study))
+    unverified = study.gpu.unverified_for(study.degree)
+    warnings = warnings_of(study.model, rows, sensitivity, study.gpu, unverified)
     return Estimate(
         study.model.name,
         study.gpu.name,
@@ -158,11 +155,6 @@ def _estimate(study: Study, schemes: Sequence[Scheme], contexts: Sequence[int]) 
         sensitivity,
         package_versions(),
     )
-
-
-def _unverified(study: Study) -> list[str]:
-    used = (*USED_FIGURES, L2, *((LINK,) if study.degree > 1 else ()))
-    return [name for name in used if name in study.gpu.unverified]
 
 
 def _sensitivity(

@@ -115,7 +115,19 @@ def _check_speedup(work: Work, planned: TimeEstimate, choice: Choice | None) -> 
         f"A speed-up of {wanted:g}x {what} cannot be reached at "
         f"{work.target.workload.context_tokens:,} tokens on {work.gpu_name}: expected are at best "
         f"{dense_ms / least_ms:.2f}x{limit}.",
-        "Ask for less, or plan for a longer context.",
+        _untried(choice, dense_ms, least_ms) or "Ask for less, or plan for a longer context.",
+    )
+
+
+def _untried(choice: Choice | None, dense_ms: float, least_ms: float) -> str:
+    """What would be faster if it were known to be good enough."""
+    fastest = min((point.total_ms for point in choice.front), default=least_ms) if choice else 0.0
+    if not 0 < fastest < least_ms:
+        return ""
+    return (
+        f"Up to {dense_ms / fastest:.2f}x are expected of what reads fewer than "
+        f"{LEAST_BUDGET_TOKENS:,} tokens, which is not taken unmeasured: give samples (--prompts), "
+        "ask for less, or plan for a longer context."
     )
 
 
@@ -135,7 +147,7 @@ def _on_times(work: Work, planned: TimeEstimate) -> Iterator[str]:
         )
     if work.target.model is None:
         yield "Only attention is estimated: nothing is known of the rest of the model."
-    unverified = work.target.gpu.unverified
+    unverified = work.target.gpu.unverified_for(work.target.tensor_parallel)
     if unverified:
         yield f"Unverified figures of {work.gpu_name}: {', '.join(unverified)}."
     cost = work.target.cost()

@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from rich import box
-from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
+from sparsify.cli.fitting import Fitting, number_table
 from sparsify.cli.units import gigabytes, milliseconds, time_range, times
 from sparsify.cost_model.times import Source
 from sparsify.plots import tokens
 
 if TYPE_CHECKING:
-    from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+    from rich.console import RenderableType
 
     from sparsify.estimate_report import Estimate, Row
 
@@ -27,7 +26,6 @@ MEANINGS = {
     Source.MEASURED: "measured: runs of this very configuration.",
 }
 SHORT = {Source.BOUND: "range", Source.CALIBRATED: "calibrated", Source.MEASURED: "measured"}
-TEXT_WIDTH = 10
 TIMES = (
     ">attention\nms",
     ">bound\nms",
@@ -45,7 +43,7 @@ def estimate(found: Estimate) -> list[RenderableType]:
     return [
         Text(f"{found.model} on {found.gpu}, {_call(first)}: {_layers(found.rows)}"),
         Text(found.verdict, style="bold"),
-        _Fitting([_times(found.rows, TIMES), _times(found.rows, FEWER)]),
+        Fitting(_times(found.rows, TIMES), _times(found.rows, FEWER), keys=2),
         *_legend(found.rows),
         _needs(found.rows),
         *_assumed([found]),
@@ -54,7 +52,9 @@ def estimate(found: Estimate) -> list[RenderableType]:
 
 def comparison(found: Sequence[Estimate]) -> list[RenderableType]:
     """Rows per GPU and configuration, dense ones first, then the verdict for every GPU."""
-    table = _table("GPU", ">context", "attention", *TIMES, ">faster from\ntokens", ">memory\nGB")
+    table = number_table(
+        "GPU", ">context", "attention", *TIMES, ">faster from\ntokens", ">memory\nGB"
+    )
     for one in found:
         name = one.gpu
         for context, rows in _by_context(one.rows).items():
@@ -67,33 +67,16 @@ def comparison(found: Sequence[Estimate]) -> list[RenderableType]:
     every = [row for one in found for row in one.rows]
     return [
         Text(f"{found[0].model}, {_call(every[0])}: {_layers(every)}"),
-        table,
+        Fitting(table, keys=3),
         *(Text(one.verdict) for one in found),
         *_legend(every),
         *_assumed(found),
     ]
 
 
-class _Fitting:
-    """The first of several tables that the terminal is wide enough for, else the last."""
-
-    def __init__(self, tables: Sequence[Table]) -> None:
-        self.tables = tables
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        *wide, last = self.tables
-        for table in wide:
-            if Measurement.get(console, options.update(max_width=1000), table).maximum <= (
-                options.max_width
-            ):
-                yield table
-                return
-        yield last
-
-
 def _times(rows: Sequence[Row], columns: Sequence[str]) -> Table:
     shown = [TIMES.index(column) for column in columns]
-    table = _table(">context", "attention", *columns)
+    table = number_table(">context", "attention", *columns)
 
     def add(context: str, cells: tuple[str, ...]) -> None:
         label, *numbers = cells
@@ -120,14 +103,14 @@ def _needs(rows: Sequence[Row]) -> RenderableType:
     """From which context every configuration pays, and the memory it needs at each."""
     contexts = _by_context(rows)
     names = [f">memory GB\nat {tokens(context)}" for context in contexts]
-    table = _table("attention", ">faster than dense\nfrom tokens", *names)
+    table = number_table("attention", ">faster than dense\nfrom tokens", *names)
     dense = [_dense_memory(mine[0]) for mine in contexts.values()]
     table.add_row("dense", "", *dense)
     for index, row in enumerate(_not_dense(next(iter(contexts.values())))):
         same = [_not_dense(mine)[index] for mine in contexts.values()]
         memory = [_memory(one.memory.total_bytes, one) for one in same]
         table.add_row(*map(Text, (row.configuration.label, _crossover(row), *memory)))
-    return table
+    return Fitting(table, keys=1)
 
 
 def _call(row: Row) -> str:
@@ -209,14 +192,3 @@ def _legend(rows: Sequence[Row]) -> list[RenderableType]:
 def _assumed(found: Sequence[Estimate]) -> list[RenderableType]:
     texts = dict.fromkeys(text for one in found for text in one.assumptions)
     return [Text(f"assumed: {text}") for text in texts]
-
-
-def _table(*columns: str) -> Table:
-    """As `open_table`, but numbers never break: other columns are folded where it is narrow."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in columns:
-        if column.startswith(">"):
-            table.add_column(column[1:], justify="right", no_wrap=True)
-        else:
-            table.add_column(column, min_width=TEXT_WIDTH, overflow="fold")
-    return table

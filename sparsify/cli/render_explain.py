@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from rich.text import Text
 
-from sparsify.cli.render import open_table
+from sparsify.cli.fitting import Fitting, number_table
 from sparsify.cli.units import count, milliseconds, time_range
 from sparsify.cost_model.explaining import Explanation, StageLine
 from sparsify.cost_model.times import Source
@@ -42,12 +42,12 @@ def explanation(found: Explanation, layers: str) -> list[RenderableType]:
 
 
 def _stages(found: Explanation) -> RenderableType:
-    table = open_table(
-        "stage", "part of the time", ">expected ms", ">bound ms", "what binds", ">FLOP", ">bytes"
+    table = number_table(
+        "stage", ">part of the time", ">expected ms", ">bound ms", "what binds", ">FLOP", ">bytes"
     )
     for stage in found.stages:
         table.add_row(*map(Text, _stage(stage)))
-    return table
+    return Fitting(table, keys=1)
 
 
 def _stage(stage: StageLine) -> tuple[str, ...]:
@@ -97,7 +97,7 @@ def _sources(found: Explanation) -> list[RenderableType]:
 def _sensitivity(found: Explanation) -> list[RenderableType]:
     if not found.sensitivity:
         return []
-    table = open_table(
+    table = number_table(
         "sparse kernels", ">attention ms", ">expected speed-up of attention", "faster from"
     )
     for line in found.sensitivity:
@@ -107,6 +107,7 @@ def _sensitivity(found: Explanation) -> list[RenderableType]:
             f"{line.speedup:.2f}x",
             "never" if line.crossover_tokens is None else f"{line.crossover_tokens:,} tokens",
         )
+    shown = Fitting(table, keys=1)
     calibrated = found.sensitivity[0].time.source is Source.CALIBRATED
     note = "" if calibrated else " (the middle of its range)"
-    return ["", f"if the sparse kernels are better or worse than expected{note}:", table]
+    return ["", f"if the sparse kernels are better or worse than expected{note}:", shown]

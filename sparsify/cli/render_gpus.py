@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from rich.table import Table
 from rich.text import Text
 
-from sparsify.cli.render import open_table
+from sparsify.cli.fitting import Fitting, number_table
 from sparsify.cost_model.hardware import UNITS, Figure, Gpu, Span
 
 if TYPE_CHECKING:
@@ -18,19 +19,30 @@ __all__ = ["sheet", "table"]
 COLUMNS = (
     "GPU",
     "architecture",
-    ">bf16 TFLOP/s",
-    ">fp8 TFLOP/s",
-    ">memory GB",
-    ">bandwidth GB/s",
-    ">L2 MB",
+    ">bf16\nTFLOP/s",
+    ">fp8\nTFLOP/s",
+    ">memory\nGB",
+    ">bandwidth\nGB/s",
+    ">L2\nMB",
     ">SMs",
-    ">ridge FLOP/byte",
+    ">ridge\nFLOP/byte",
 )
+LEFT_OUT = ("architecture", ">L2\nMB", ">SMs")
+FEWER = tuple(column for column in COLUMNS if column not in LEFT_OUT)
 
 
 def table(found: Sequence[Gpu]) -> list[RenderableType]:
     """A row per GPU; figures not traced to the vendor carry a question mark."""
-    out = open_table(*COLUMNS)
+    return [
+        Fitting(_rows(found, COLUMNS), _rows(found, FEWER), keys=1),
+        "Rates are dense, with FP32 accumulation. SMs: compute units on AMD. Ridge: bf16 rate over "
+        "bandwidth.",
+        "? is a figure that was not traced to the vendor; `sparsify gpus NAME` shows all sources.",
+    ]
+
+
+def _rows(found: Sequence[Gpu], columns: Sequence[str]) -> Table:
+    out = number_table(*columns)
     for gpu in found:
         figures = (
             gpu.bf16_dense_tflops,
@@ -42,13 +54,9 @@ def table(found: Sequence[Gpu]) -> list[RenderableType]:
         )
         name = gpu.name if gpu.file is None else f"{gpu.name} (own file)"
         cells = (name, gpu.architecture, *map(_cell, figures), _ridge(gpu))
-        out.add_row(*map(Text, cells))
-    return [
-        out,
-        "Rates are dense, with FP32 accumulation. SMs: compute units on AMD. Ridge: bf16 rate over "
-        "bandwidth.",
-        "? is a figure that was not traced to the vendor; `sparsify gpus NAME` shows all sources.",
-    ]
+        shown = (cells[COLUMNS.index(column)] for column in columns)
+        out.add_row(*map(Text, shown))
+    return out
 
 
 def _cell(figure: Figure | None) -> str:
@@ -64,7 +72,7 @@ def _ridge(gpu: Gpu) -> str:
 
 def sheet(gpu: Gpu) -> list[RenderableType]:
     """Everything that is known of one GPU."""
-    out = open_table("figure", ">value", "unit", "source")
+    out = number_table("figure", ">value", "unit", "~source")
     for name, figure in gpu.figures.items():
         out.add_row(*map(Text, (name, _cell(figure), UNITS[name], figure.source)))
     ridge = (_ridge(gpu), "FLOP/byte", "bf16_dense_tflops / memory_bandwidth_gbs")
@@ -76,7 +84,7 @@ def sheet(gpu: Gpu) -> list[RenderableType]:
     capability = f", compute capability {gpu.compute_capability}" if gpu.compute_capability else ""
     lines: list[RenderableType] = [
         Text(f"{gpu.name}: {gpu.vendor} {gpu.architecture}{capability}"),
-        out,
+        Fitting(out, keys=1),
     ]
     if gpu.aliases:
         lines.append(Text(f"also known as {', '.join(gpu.aliases)}"))

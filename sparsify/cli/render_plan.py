@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from rich import box
-from rich.table import Table
+from rich.text import Text
 
+from sparsify.cli.fitting import Fitting, number_table
 from sparsify.cli.grouping import group
 from sparsify.cli.units import milliseconds, time_range
 
@@ -44,8 +44,8 @@ def _head(found: Planned) -> str:
     )
 
 
-def _layers(rows: Sequence[Row]) -> Table:
-    table = _table(
+def _layers(rows: Sequence[Row]) -> RenderableType:
+    table = number_table(
         "layers",
         ">count",
         "method",
@@ -54,11 +54,11 @@ def _layers(rows: Sequence[Row]) -> Table:
         ">dense ms",
         ">sparse ms (range)",
         "source",
-        "why",
+        "~why",
     )
     for name, members in group(rows, _name, _facts):
-        table.add_row(name, str(len(members)), *_facts(members[0]))
-    return table
+        table.add_row(*map(Text, (name, str(len(members)), *_facts(members[0]))))
+    return Fitting(table, keys=1)
 
 
 def _name(row: Row) -> str:
@@ -95,14 +95,14 @@ def _gain(found: Planned) -> str:
     )
 
 
-def _front(points: Sequence[FrontPoint]) -> Table:
+def _front(points: Sequence[FrontPoint]) -> RenderableType:
     measured = points[0].loss is not None
     columns = (">ms", ">score recall", "layers") if measured else (">ms", "all layers")
-    table = _table(*columns)
+    table = number_table(*columns)
     for point in _some(points):
         recall = () if point.loss is None else (f"{1 - point.loss:.3f}",)
-        table.add_row(milliseconds(point.total_ms), *recall, point.picks)
-    return table
+        table.add_row(*map(Text, (milliseconds(point.total_ms), *recall, point.picks)))
+    return Fitting(table, keys=1)
 
 
 def _some(points: Sequence[FrontPoint]) -> list[FrontPoint]:
@@ -116,12 +116,3 @@ def _some(points: Sequence[FrontPoint]) -> list[FrontPoint]:
 def _sensitivity(found: Sequence[Scaled]) -> str:
     parts = (f"x{s.scale:g}: {s.dense_ms / s.planned_ms:.2f}x (best: {s.choice})" for s in found)
     return f"if sparse kernels are more or less efficient: {'; '.join(parts)}"
-
-
-def _table(*columns: str) -> Table:
-    """An open table; a leading ">" aligns a column to the right."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in columns:
-        right = column.startswith(">")
-        table.add_column(column.lstrip(">"), justify="right" if right else "left", overflow="fold")
-    return table
