@@ -17,7 +17,7 @@ from sparsify.cost_model.hardware import Gpu, load_gpu
 from sparsify.cost_model.model_shape import ModelShape
 from sparsify.cost_model.workload import ElementBytes, Phase
 from sparsify.errors import UsageError
-from sparsify.estimate_report import Estimate, SensitivityRow
+from sparsify.estimate_report import Estimate, Row, SensitivityRow
 from sparsify.estimate_schemes import Scheme, schemes_of
 from sparsify.estimate_study import Study
 from sparsify.model_files import read_model
@@ -150,11 +150,15 @@ def _estimate(study: Study, schemes: Sequence[Scheme], contexts: Sequence[int]) 
         rows,
         best.crossover_tokens,
         verdict_on(best, study.gpu, len(schemes)),
-        tuple(dict.fromkeys(assumptions_of(study.model, rows, study.degree))),
+        tuple(dict.fromkeys(_assumptions(study, rows))),
         (*warnings, *said),
         sensitivity,
         package_versions(),
     )
+
+
+def _assumptions(study: Study, rows: Sequence[Row]) -> Iterable[str]:
+    return assumptions_of(study.model, rows, study.gpu, study.degree, study.element_bytes)
 
 
 def _sensitivity(

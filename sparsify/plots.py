@@ -24,6 +24,7 @@ PLOT_EXTRA = 'Run: pip install "sparsify-attention[plot]"'
 DENSE, SPARSE, SHARE, MARK = "#0072B2", "#D55E00", "#5B5B5B", "#222222"
 DOTS_PER_INCH = 144
 LEGEND_WIDTH, SOURCE_WIDTH = 52, 190
+MOST_TICKS = 13
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,8 +126,16 @@ def tokens(count: float) -> str:
 def duration(milliseconds: float) -> str:
     """A round time for an axis: "10 ms", "1 s", "20 us"."""
     if milliseconds >= 1000:
-        return f"{milliseconds / 1000:,.6g} s"
+        seconds = milliseconds / 1000
+        return f"{seconds:,.0f} s" if seconds >= 1000 else f"{seconds:g} s"
     return f"{milliseconds:g} ms" if milliseconds >= 0.1 else f"{milliseconds * 1000:.3g} us"
+
+
+def factor(number: float) -> str:
+    """A factor with digits that mean something: "1.43x", "14.3x", "1,640x"."""
+    if number >= 100:
+        return f"{float(f'{number:.3g}'):,.0f}x"
+    return f"{number:.2f}x" if number < 10 else f"{number:.1f}x"
 
 
 def _figure_class() -> Any:
@@ -216,6 +225,7 @@ def _mark_crossover(axes: Any, curves: CostCurves) -> None:
             textcoords="offset points",
             ha="left" if early else "right",
             fontsize=9.5,
+            bbox={"facecolor": "white", "alpha": 0.8, "edgecolor": "none", "pad": 1.0},
         )
         return
     axes.text(0.98, 0.03, text, transform=axes.transAxes, ha="right", fontsize=9.5)
@@ -239,7 +249,7 @@ def _draw_whole(axes: Any, curves: CostCurves) -> None:
     axes.axhline(1, color=MARK, lw=0.9)
     axes.set_ylim(0, 1.25 * max(1.0, *(r.high for r in speedups)))
     axes.set_ylabel("end-to-end speed-up: dense time / sparse time (1 = no change)")
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}x")
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:,g}x")
     axes.set_title("The whole model", fontsize=11)
     shown += _draw_share(axes, curves)
     _label_asked(axes, curves)
@@ -269,14 +279,18 @@ def _label_asked(axes: Any, curves: CostCurves) -> None:
         if point.context_tokens not in curves.asked_tokens:
             continue
         at = (point.context_tokens, point.speedup.expected)
-        last = point.context_tokens == curves.points[-1].context_tokens
+        inside, beside = 0, "center"
+        if point.context_tokens == curves.points[-1].context_tokens:
+            inside, beside = -8, "right"
+        elif point.context_tokens == curves.points[0].context_tokens:
+            inside, beside = 8, "left"
         axes.plot(*[[part] for part in at], "o", color=SPARSE, ms=6, zorder=5, clip_on=False)
         axes.annotate(
-            f"{point.speedup.expected:.2f}x",
+            factor(point.speedup.expected),
             at,
-            xytext=(-8 if last else 0, 9),
+            xytext=(inside, 9),
             textcoords="offset points",
-            ha="right" if last else "center",
+            ha=beside,
             fontsize=9.5,
             fontweight="bold",
             bbox={"facecolor": "white", "alpha": 0.8, "edgecolor": "none", "pad": 1.0},
@@ -288,6 +302,8 @@ def _contexts_axis(axes: Any, curves: CostCurves) -> None:
     axes.set_xscale("log", base=2)
     axes.set_xlim(first, last)
     powers = [1 << n for n in range(40) if first <= 1 << n <= last]
+    every = -(-len(powers) // MOST_TICKS)  # more labels would overlap
+    powers = powers[::every]
     axes.set_xticks(powers, [tokens(n) for n in powers])
     axes.xaxis.set_minor_locator(_no_ticks())
     axes.set_xlabel("context (tokens; 1k = 1,024)")

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from sparsify.cost_model.hardware import Gpu
 from sparsify.cost_model.model_shape import ModelShape
 from sparsify.cost_model.times import Source
-from sparsify.cost_model.workload import Phase
+from sparsify.cost_model.workload import ElementBytes, Phase
 from sparsify.estimate_report import Row, SensitivityRow
 
 __all__ = ["assumptions_of", "short_tokens", "verdict_on", "warnings_of"]
@@ -69,7 +69,9 @@ def _gain(row: Row) -> str:
     return f"{where} expect {span}x end to end (bound {_factor(whole.bound)}x){doubt}"
 
 
-def assumptions_of(model: ModelShape, rows: Sequence[Row], degree: int) -> Iterator[str]:
+def assumptions_of(
+    model: ModelShape, rows: Sequence[Row], gpu: Gpu, degree: int, sizes: ElementBytes
+) -> Iterator[str]:
     """What the numbers rest on, the model's own assumptions first."""
     yield from model.assumptions
     phase = rows[0].phase
@@ -93,6 +95,8 @@ def assumptions_of(model: ModelShape, rows: Sequence[Row], degree: int) -> Itera
             "Nothing was calibrated for some kernels: their times are bounds, ranges come from "
             "public kernels, and what is expected is their geometric middle."
         )
+    if gpu.fp8_dense_tflops is None and min(sizes.key, sizes.value, sizes.index) <= 1:
+        yield f"{gpu.name} has no fp8 products: elements of one byte are multiplied as bf16."
     if len({row.configuration for row in rows}) > 1:
         yield "Configurations are compared by speed only; they read different numbers of tokens."
     if any(row.configuration.needs_training for row in rows):

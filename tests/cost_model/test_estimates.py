@@ -421,6 +421,17 @@ def test_assumptions_are_said():
         assert not any(part in sentence for sentence in llama.assumptions), part
 
 
+def test_fp8_without_fp8_units_is_said():
+    said = "A100-SXM4-80GB has no fp8 products: elements of one byte are multiplied as bf16."
+    small = {"context": 2**15, "index_bytes": 1}
+    assert said in estimate(LLAMA, LEARNED, gpu="a100", **small).assumptions
+    for other in (
+        estimate(LLAMA, LEARNED, gpu="h100", **small),
+        estimate(LLAMA, LEARNED, gpu="a100", context=2**15),
+    ):
+        assert not any("fp8" in text for text in other.assumptions)
+
+
 def test_native_sparse_models_are_estimated_as_if_dense():
     row = estimate(M3, LEARNED, context=2**20).rows[0]
     assert row.layers["sparse"] == 60

@@ -151,7 +151,36 @@ def test_contexts(count, text):
 
 @pytest.mark.parametrize(
     ("ms", "text"),
-    [(1e6, "1,000 s"), (1000, "1 s"), (10, "10 ms"), (0.1, "0.1 ms"), (0.01, "10 us")],
+    [
+        (1e12, "1,000,000,000 s"),
+        (1e6, "1,000 s"),
+        (1000, "1 s"),
+        (10, "10 ms"),
+        (0.1, "0.1 ms"),
+        (0.01, "10 us"),
+    ],
 )
 def test_durations(ms, text):
     assert plots.duration(ms) == text
+
+
+@pytest.mark.parametrize(
+    ("number", "text"), [(0.5, "0.50x"), (9.99, "9.99x"), (14.26, "14.3x"), (1642.08, "1,640x")]
+)
+def test_factors(number, text):
+    assert plots.factor(number) == text
+
+
+def test_many_octaves_have_labels_that_do_not_overlap(tmp_path):
+    points = [point(1 << n) for n in range(31)]
+    said = texts(replace(CURVES, points=points, asked_tokens=[1, 1 << 30]), tmp_path)
+    assert ">1<" in said and ">8<" in said and ">1024m<" in said and ">512m<" not in said
+
+
+def test_what_is_asked_for_at_an_end_is_said_inside_the_picture(tmp_path):
+    from matplotlib.figure import Figure
+
+    axes = Figure().subplots()
+    first, last = CURVES.points[0].context_tokens, CURVES.points[-1].context_tokens
+    plots._label_asked(axes, replace(CURVES, asked_tokens=[first, 1 << 15, last]))
+    assert [text.get_ha() for text in axes.texts] == ["left", "center", "right"]
