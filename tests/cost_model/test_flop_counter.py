@@ -5,8 +5,9 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import sparsify
-from sparsify.cost_model.configuration import Configuration
+from sparsify.cost_model.configuration import DENSE, Configuration
 from sparsify.cost_model.counts import counted, values_of
+from sparsify.cost_model.pairs import EXACT, LEADING
 from sparsify.cost_model.stages import stage_formulas
 from sparsify.cost_model.workload import AttentionShape, ElementBytes, Phase, Workload
 from tests._util.tiny_models import CACHE, build, tokens
@@ -36,6 +37,30 @@ def seen(call):
 
 def rewritten(policy):
     return sparsify.sparsify(build("llama"), policy).model
+
+
+def dense_seen(length, *, causal):
+    """FLOP of torch's attention; on the meta device, since its CPU kernel has no formula."""
+    heads = (1, SHAPE.q_heads, length)
+    q, k, v = (torch.empty(*heads, SHAPE.head_dim, device="meta") for _ in range(3))
+    with FlopCounterMode(display=False) as counter:
+        torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize("length", [1, 7, 64, 4097])
+def test_torch_counts_both_halves_of_dense_attention(length):
+    """Causal or not, it counts the whole square: twice what the papers count."""
+    workload = Workload.of(Phase.PREFILL, length)
+    values = values_of(SHAPE, workload, DENSE, ElementBytes())
+    exactly, papers = (
+        sum(counted(f, values).flops for f in stage_formulas(DENSE, workload, pairs))
+        for pairs in (EXACT, LEADING)
+    )
+    both = dense_seen(length, causal=True)
+    assert both == dense_seen(length, causal=False)
+    assert both == 2 * papers
+    assert both * (length + 1) == 2 * exactly * length
 
 
 @pytest.mark.parametrize("name", POLICIES)
