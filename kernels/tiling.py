@@ -70,10 +70,10 @@ def gate_tiles(chosen: int, blocks: int, head_dim: int, item_size: int) -> GateT
     """Tiles for lists of `chosen` past blocks out of `blocks`."""
     packed = chosen <= 7 and blocks > 32
     exact_length = padded(chosen, 4)
-    columns = max(32, 2 * exact_length)
+    columns = max(32, exact_length)
     rows = 64
-    if blocks <= 256 and not packed:
-        columns = padded(max(blocks, exact_length), 32)
+    if not packed:
+        columns = max(columns, min(padded(blocks, 32), 128 if head_dim <= 128 else 64))
     if packed:
         rows = 16  # few rows are left to it, so there should be many programs
     elif exact_length > 16 or item_size > 2:
@@ -88,7 +88,7 @@ def gate_tiles(chosen: int, blocks: int, head_dim: int, item_size: int) -> GateT
         exact_rows=rows,
         exact_columns=columns,
         exact_length=exact_length,
-        exact_warps=1 if packed else 8 if columns >= 256 else 4,
+        exact_warps=1 if packed else 8 if columns >= 128 else 4,
     )
 
 

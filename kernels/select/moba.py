@@ -167,6 +167,7 @@ class Gate:
             ONE_TILE=self.placement.blocks <= tiles.exact_columns,
             LISTED=tiles.packed,
             num_warps=tiles.exact_warps,
+            num_stages=3 if tiles.packed else 1,
         )
 
     def _where(self, first: int, count: int, head: int) -> tuple[object, ...]:
