@@ -25,37 +25,56 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from sparsify.cost_model.hardware import Gpu
+from sparsify.cost_model.stages import known_families
 from sparsify.documents import read_document
 from sparsify.errors import UsageError
-from sparsify.fields import FrozenModel, NonNegative, PositiveInt, fault
+from sparsify.fields import FrozenModel, PositiveInt, fault
 
 __all__ = ["SCHEMA", "Calibration", "FamilyEfficiency", "load_calibration", "packaged_calibration"]
 
 SCHEMA = 1
 # A little above 1: caches serve what the bound charges to DRAM.
-MOST_EFFICIENT = 1.25
+LEAST_EFFICIENT, MOST_EFFICIENT = 1e-4, 1.25
+# More than these are slips of units.
+MOST_OVERHEAD_US, MOST_ERROR = 1e6, 10.0
 # How far beyond the calibrated blocks an entry is still used.
 NEAR = 2.0
 
 
 def _efficiency(value: Any) -> float:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not 0 < value <= MOST_EFFICIENT:
-        raise fault(f"is {value!r}; expected a number above 0 and at most {MOST_EFFICIENT}")
+    if not is_number or not LEAST_EFFICIENT <= value <= MOST_EFFICIENT:
+        raise fault(f"is {value!r}; expected a number from {LEAST_EFFICIENT:g} to {MOST_EFFICIENT}")
     return float(value)
+
+
+def _family(value: Any) -> str:
+    if value not in known_families():
+        raise fault(f"is {value!r}; expected one of {', '.join(sorted(known_families()))}")
+    return str(value)
+
+
+def _up_to(most: float) -> BeforeValidator:
+    def check(value: Any) -> float:
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not 0 <= value <= most:
+            raise fault(f"is {value!r}; expected a number from 0 to {most:,g}")
+        return float(value)
+
+    return BeforeValidator(check)
 
 
 class FamilyEfficiency(FrozenModel):
     """What one kernel family reaches; see the module's text."""
 
-    family: str = Field(min_length=1)
+    family: Annotated[str, BeforeValidator(_family)]
     kernel: str = ""
     dtype: Literal["bf16", "fp8"] = "bf16"
     group_size: PositiveInt | None = None
     block_size: PositiveInt | None = None
     efficiency: Annotated[float, BeforeValidator(_efficiency)]
-    overhead_us: NonNegative = 0.0
-    error: NonNegative
+    overhead_us: Annotated[float, _up_to(MOST_OVERHEAD_US)] = 0.0
+    error: Annotated[float, _up_to(MOST_ERROR)]
     points: PositiveInt
     contexts: tuple[PositiveInt, PositiveInt]
 

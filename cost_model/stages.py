@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 
 import sympy
 
@@ -18,7 +19,7 @@ from sparsify.cost_model.counts import StageFormula
 from sparsify.cost_model.pairs import EXACT, Pairs
 from sparsify.cost_model.workload import Phase, Workload
 
-__all__ = ["index_cache_bytes", "kv_cache_bytes", "runs_sparse", "stage_formulas"]
+__all__ = ["index_cache_bytes", "known_families", "kv_cache_bytes", "runs_sparse", "stage_formulas"]
 
 Stages = tuple[StageFormula, ...]
 
@@ -74,6 +75,17 @@ def _backward(method: str, learned: bool, pairs: Pairs) -> Stages:
         return (counts_training.backward("dense_backward", pairs.dense, sympy.Integer(1)),)
     stages = (counts_training.backward(f"{method}_backward", pairs.attended, s.READ_BLOCKS),)
     return (*stages, counts_training.index_loss(pairs)) if learned else stages
+
+
+@functools.cache
+def known_families() -> frozenset[str]:
+    """The families of all stages there are."""
+    cases = itertools.product(("dense", "moba", "msa"), (True, False), Phase, (True, False))
+    every = (
+        _formulas(method, learned and method == "msa", phase, short, EXACT)
+        for method, learned, phase, short in cases
+    )
+    return frozenset(stage.family for stages in every for stage in stages)
 
 
 def kv_cache_bytes() -> sympy.Expr:

@@ -9,6 +9,9 @@ from sparsify.errors import UsageError
 
 __all__ = ["AttentionShape", "ElementBytes", "Phase", "Workload"]
 
+# One bit, and complex numbers of double precision.
+LEAST_BYTES, MOST_BYTES = 0.125, 16
+
 
 class Phase(StrEnum):
     """What the model does: reads a text, writes one token per sequence, or learns."""
@@ -62,7 +65,11 @@ class AttentionShape:
 
 @dataclass(frozen=True, slots=True)
 class ElementBytes:
-    """Bytes of one element of each tensor; 2 is bfloat16 or float16, 1 is float8 or int8."""
+    """Bytes of one element of each tensor; 2 is bfloat16 or float16, 1 is float8 or int8.
+
+    Raises:
+        UsageError: one is no number above 0 and up to `MOST_BYTES`.
+    """
 
     query: float = 2
     key: float = 2
@@ -70,6 +77,16 @@ class ElementBytes:
     output: float = 2
     index: float = 2
     weight: float = 2
+
+    def __post_init__(self) -> None:
+        for name in self.__slots__:
+            value = getattr(self, name)
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not is_number or not LEAST_BYTES <= value <= MOST_BYTES:
+                raise UsageError(
+                    f"The bytes of an element ({name}) are {value!r:.40}; expected a number from "
+                    f"{LEAST_BYTES} to {MOST_BYTES}."
+                )
 
 
 @dataclass(frozen=True, slots=True)

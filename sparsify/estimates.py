@@ -76,11 +76,13 @@ def estimate(
             "sparsify.estimate takes modules, too.",
         )
     shape = model if isinstance(model, ModelShape) else read_model(model)
+    _check_type("gpu", gpu, str | Path | Gpu, "a name, a file or its figures")
     device = gpu if isinstance(gpu, Gpu) else load_gpu(str(gpu))
     contexts = _contexts(context)
+    _check_type("element_bytes", element_bytes, ElementBytes | None, "an ElementBytes")
     sizes = element_bytes or ElementBytes()
     if index_bytes is not None:
-        sizes = replace(sizes, index=_index_bytes(index_bytes))
+        sizes = replace(sizes, index=index_bytes)
     _check_count("The batch", batch, MOST_BATCH)
     _check_count("tensor_parallel", tensor_parallel, MOST_GPUS)
     study = Study(
@@ -95,8 +97,15 @@ def estimate(
     return _estimate(study, schemes_of(shape, policy), contexts)
 
 
+def _check_type(name: str, value: Any, wanted: Any, described: str) -> None:
+    if not isinstance(value, wanted):
+        raise UsageError(f"{name} is a {type(value).__name__}; it must be {described}.")
+
+
 def _contexts(context: int | Sequence[int]) -> tuple[int, ...]:
-    given = (context,) if isinstance(context, int) else tuple(context)
+    given: tuple[Any, ...] = (context,)
+    if isinstance(context, Iterable) and not isinstance(context, str | bytes | Mapping):
+        given = tuple(context)
     if not given:
         raise UsageError("No context is given; expected one or several numbers of tokens.")
     for size in given:
@@ -110,12 +119,6 @@ def _check_count(what: str, value: Any, most: int) -> None:
         raise UsageError(f"{what} is {value!r:.40}; expected a whole number from 1 to {most:,}.")
 
 
-def _index_bytes(value: float) -> float:
-    if not 0 < value <= 8:
-        raise UsageError(f"index_bytes is {value!r:.40}; expected a number above 0 and up to 8.")
-    return value
-
-
 def _phase(name: str) -> Phase:
     try:
         return Phase(name)
@@ -127,6 +130,7 @@ def _phase(name: str) -> Phase:
 def _calibration(given: Calibration | str | Path | None, gpu: Gpu) -> Calibration | None:
     if isinstance(given, Calibration):
         return given
+    _check_type("calibration", given, str | Path | None, "a file or what load_calibration gave")
     return packaged_calibration(gpu) if given is None else load_calibration(given, gpu)
 
 

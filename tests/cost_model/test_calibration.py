@@ -54,7 +54,12 @@ def test_a_file_is_read_back(write):
         ({"points": 0}, "points"),
         ({"dtype": "int4"}, "dtype"),
         ({"colour": "red"}, "colour"),
+        ({"efficiency": 1e-320}, "efficiency"),
+        ({"error": 1e300}, "error"),
+        ({"error": float("nan")}, "error"),
+        ({"overhead_us": 1e300}, "overhead_us"),
         ({"family": ""}, "family"),
+        ({"family": "nonsense"}, "family is 'nonsense'; expected one of combine, copy, dense_"),
         ({"contexts": [8192]}, "contexts"),
     ],
 )

@@ -141,9 +141,8 @@ def test_small_index_elements_raise_the_limit_where_the_gpu_has_fp8():
 
 def test_a_claim_above_the_limit_is_cut():
     # Sparse kernels near their bound, dense ones far from it: the ratio alone would be 37.
-    families = ("msa_index", "msa_topk", "msa_attention", "msa_reverse", "msa_combine")
     stages = estimate(LLAMA, LEARNED, context=2**20).rows[0].sparse.stages
-    names = {stage.family for stage in stages} | set(families)
+    names = {stage.family for stage in stages}
     shares = {**dict.fromkeys(names, 1.0), "dense_prefill": 0.2, "dense_decode": 1.0}
     entries = tuple(
         FamilyEfficiency(family=name, efficiency=share, error=0, points=1, contexts=(1, 2**20))
@@ -460,7 +459,16 @@ def test_index_bytes_shrink_the_index():
         (dict(tensor_parallel=0), "tensor_parallel is 0"),
         (dict(tensor_parallel=7), "degree of 7"),
         (dict(phase="warmup"), "The phase is 'warmup'"),
-        (dict(index_bytes=0), "index_bytes is 0"),
+        (dict(phase=None), "The phase is None"),
+        (dict(context="32k"), "The context is '32k'"),
+        (dict(context=None), "The context is None"),
+        (dict(context=32768.0), "The context is 32768.0"),
+        (dict(index_bytes=0), "The bytes of an element (index) are 0;"),
+        (dict(index_bytes=float("nan")), "The bytes of an element (index) are nan;"),
+        (dict(index_bytes="fp8"), "The bytes of an element (index) are 'fp8';"),
+        (dict(element_bytes=1), "element_bytes is a int; it must be an ElementBytes."),
+        (dict(calibration=3), "calibration is a int; it must be a file"),
+        (dict(gpu=None), "gpu is a NoneType; it must be a name"),
     ],
 )
 def test_what_makes_no_sense_is_one_sentence(options, said):

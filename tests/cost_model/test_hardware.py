@@ -325,6 +325,7 @@ def test_a_missing_file_is_told(tmp_path):
         ({"memory_gb": None}, "memory_gb is None"),
         ({"memory_gb": {"value": "80", "source": "x"}}, "memory_gb.value is '80'; expected a num"),
         ({"memory_gb": {"value": 0, "source": "x"}}, "memory_gb.value is 0"),
+        ({"memory_gb": {"value": 1e-300, "source": "x"}}, "memory_gb.value is 1e-300; expected"),
         ({"memory_gb": {"value": True, "source": "x"}}, "memory_gb.value is True"),
         ({"memory_gb": {"value": 80e9, "source": "x"}}, "to 1e6"),
         ({"memory_gb": {"value": math.inf, "source": "x"}}, "memory_gb.value is inf"),
