@@ -146,8 +146,10 @@ def load_calibration(path: str | Path, gpu: Gpu | None = None) -> Calibration:
     """Read a calibration file; with `gpu`, one of that GPU.
 
     Raises:
-        UsageError: missing, malformed, of a newer schema, or of another GPU.
+        UsageError: missing, malformed, of a newer schema, of another GPU, or no path at all.
     """
+    if not isinstance(path, str | Path):
+        raise UsageError(f"The calibration is a {type(path).__name__}; it must be a file.")
     data = read_document(path, "calibration")
     _check_schema(data.pop("schema", None), path)
     try:

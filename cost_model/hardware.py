@@ -233,7 +233,7 @@ class Gpu(FrozenModel):
         return {**self.model_dump(mode="json"), **derived, "unverified": list(self.unverified)}
 
 
-def load_gpu(name_or_file: str) -> Gpu:
+def load_gpu(name_or_file: str | Path) -> Gpu:
     """The GPU of that name or alias, or the one that a file describes.
 
     What ends in .yaml, .yml or .json is a file. A file of the user's in SPARSIFY_GPU_SPECS wins
@@ -241,16 +241,21 @@ def load_gpu(name_or_file: str) -> Gpu:
 
     Raises:
         UnknownGpuError: no figures are known for it; the nearest names are given.
-        UsageError: a file is missing or wrong.
+        UsageError: a file is missing or wrong, or it is no text at all.
     """
-    if name_or_file.lower().endswith(SUFFIXES):
-        return _read(Path(name_or_file))
-    wanted = _plain(name_or_file)
+    if not isinstance(name_or_file, str | Path):
+        raise UsageError(
+            f"The GPU is a {type(name_or_file).__name__}; it must be a name or a file."
+        )
+    named = str(name_or_file)
+    if named.lower().endswith(SUFFIXES):
+        return _read(Path(named))
+    wanted = _plain(named)
     for found in (_users(), _packaged()):
         for gpu in found:
             if wanted in _keys(gpu):
                 return gpu
-    raise _unknown(name_or_file)
+    raise _unknown(named)
 
 
 def list_gpus() -> list[Gpu]:

@@ -76,10 +76,12 @@ def estimate(
             "sparsify.estimate takes modules, too.",
         )
     shape = model if isinstance(model, ModelShape) else read_model(model)
-    _check_type("gpu", gpu, str | Path | Gpu, "a name, a file or its figures")
-    device = gpu if isinstance(gpu, Gpu) else load_gpu(str(gpu))
+    device = gpu if isinstance(gpu, Gpu) else load_gpu(gpu)
     contexts = _contexts(context)
-    _check_type("element_bytes", element_bytes, ElementBytes | None, "an ElementBytes")
+    if not isinstance(element_bytes, ElementBytes | None):
+        raise UsageError(
+            f"element_bytes is a {type(element_bytes).__name__}; it must be an ElementBytes."
+        )
     sizes = element_bytes or ElementBytes()
     if index_bytes is not None:
         sizes = replace(sizes, index=index_bytes)
@@ -95,11 +97,6 @@ def estimate(
         _calibration(calibration, device),
     )
     return _estimate(study, schemes_of(shape, policy), contexts)
-
-
-def _check_type(name: str, value: Any, wanted: Any, described: str) -> None:
-    if not isinstance(value, wanted):
-        raise UsageError(f"{name} is a {type(value).__name__}; it must be {described}.")
 
 
 def _contexts(context: int | Sequence[int]) -> tuple[int, ...]:
@@ -130,7 +127,6 @@ def _phase(name: str) -> Phase:
 def _calibration(given: Calibration | str | Path | None, gpu: Gpu) -> Calibration | None:
     if isinstance(given, Calibration):
         return given
-    _check_type("calibration", given, str | Path | None, "a file or what load_calibration gave")
     return packaged_calibration(gpu) if given is None else load_calibration(given, gpu)
 
 

@@ -55,8 +55,9 @@ class Request:
             UsageError: the GPU or the context is missing, or the policy's `Auto` disagree.
             UnknownGpuError: no figures are known for the GPU.
         """
-        gpu = self.gpu or _agreed(policy, "gpu")
-        context = self.context or _agreed(policy, "context")
+        gpu = _agreed(policy, "gpu") if self.gpu is None else self.gpu
+        context = _agreed(policy, "context") if self.context is None else self.context
+        phase = _agreed(policy, "phase") if self.phase is None else self.phase
         missing = [
             name for name, value in (("a GPU", gpu), ("a context", context)) if value is None
         ]
@@ -71,7 +72,7 @@ class Request:
         return Target.of(
             gpu,
             context,
-            phase=self.phase or _agreed(policy, "phase") or "prefill",
+            phase="prefill" if phase is None else phase,
             batch=self.batch,
             tensor_parallel=self.tensor_parallel,
             calibration=self.calibration,

@@ -467,8 +467,8 @@ def test_index_bytes_shrink_the_index():
         (dict(index_bytes=float("nan")), "The bytes of an element (index) are nan;"),
         (dict(index_bytes="fp8"), "The bytes of an element (index) are 'fp8';"),
         (dict(element_bytes=1), "element_bytes is a int; it must be an ElementBytes."),
-        (dict(calibration=3), "calibration is a int; it must be a file"),
-        (dict(gpu=None), "gpu is a NoneType; it must be a name"),
+        (dict(calibration=3), "The calibration is a int; it must be a file."),
+        (dict(gpu=None), "The GPU is a NoneType; it must be a name or a file."),
     ],
 )
 def test_what_makes_no_sense_is_one_sentence(options, said):

@@ -74,6 +74,22 @@ def test_what_auto_needs_is_named(options, missing):
         sp.sparsify(model(), sp.Policy.auto(**options), inspection=found())
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"context": 0}, "context is 0; expected"),
+        ({"context": "32k"}, "context is '32k'; expected"),
+        ({"gpu": 7}, "The GPU is a int; it must be a name or a file."),
+        ({"phase": ""}, "Unknown phase ''"),
+        ({"calibration": 3}, "The calibration is a int; it must be a file."),
+    ],
+)
+def test_what_is_given_and_wrong_is_not_called_missing(options, said):
+    policy = sp.Policy.auto(gpu="h200", context=4096, phase="decode")
+    with pytest.raises(sp.UsageError, match=said):
+        sp.plan(found(), policy, **options)
+
+
 def test_autos_that_disagree():
     rule = {"match": "0", "method": {"name": "auto", "gpu": "a100", "context": 4096}}
     policy = sp.Policy.auto(gpu="h200", context=4096, layers=[rule])
