@@ -341,9 +341,9 @@ def test_offsets_beyond_two_to_the_31(axis):
         views.append(view.copy_(t))
     x = type(small)(*views)
     assert sum((n - 1) * s for n, s in zip(x.q.shape, x.q.stride(), strict=True)) > 2**31
-    lists = choose(x, 64, 3)
-    assert_lists(lists, small, 64, 3)
-    assert_attention(attend(x, 64, 3), lists, small, 64)
+    lists = choose(x, 15, 3)
+    assert_lists(lists, small, 15, 3)
+    assert_attention(attend(x, 15, 3), lists, small, 15)
 
 
 def test_a_small_workspace_gives_the_same_bits():
@@ -514,7 +514,8 @@ def test_future_tokens_reach_no_earlier_row(name, value):
     getattr(x, name)[:, :, at:, 5] = value
     got = attend(x)
     assert same([t[:, :, :at] for t in got], [t[:, :, :at] for t in clean])
-    assert not bool(got[0][:, :, at:].isfinite().all(-1).any())
+    if name == "v" or value != INF:  # an infinite key may give a logit of -inf, that is no weight
+        assert not bool(got[0][:, :, at:].isfinite().all(-1).any())
     assert torch.equal(choose(x)[:, :, :at], lists[:, :, :at])
 
 
