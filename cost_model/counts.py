@@ -81,7 +81,10 @@ def values_of(
     hidden_size: int | None = None,
 ) -> dict[sympy.Symbol, Any]:
     """What the symbols stand for in one call."""
-    read = configuration.topk + (configuration.local == "union")
+    # No more blocks are chosen than there are; without that the bounds of short calls were none.
+    blocks = math.ceil(workload.context_tokens / (configuration.block_size or 1))
+    topk = min(configuration.topk, blocks)
+    read = min(configuration.topk + (configuration.local == "union"), blocks)
     learned = configuration.indexer == "learned"
     return {
         s.BATCH_SEQUENCES: workload.batch,
@@ -94,7 +97,7 @@ def values_of(
         s.VALUE_DIM: shape.value_dim,
         s.HIDDEN_DIM: hidden_size or 0,
         s.BLOCK_TOKENS: configuration.block_size or 1,
-        s.TOPK_BLOCKS: configuration.topk or 1,
+        s.TOPK_BLOCKS: topk or 1,
         s.READ_BLOCKS: read or 1,
         s.INDEX_QUERY_HEADS: shape.kv_heads,
         s.INDEX_KEY_HEADS: 1 if learned else shape.kv_heads,
