@@ -153,7 +153,8 @@ def _whole(share: float, speedup: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One configuration at one context.
+    """One configuration at one context; `configuration` is that of most sparse layers, `label`
+    names all of them.
 
     `layers` counts layers by what becomes of them: sparse, dense, sliding, recurrent,
     feed_forward. `crossover_tokens` is the context from which sparse attention is expected to be
@@ -164,6 +165,8 @@ class Row:
     phase: str
     batch: int
     configuration: Configuration
+    label: str
+    needs_training: bool
     dense: AttentionCost
     sparse: AttentionCost
     speedup: Speedup
@@ -190,6 +193,8 @@ class Row:
             "block_size": chosen.block_size or None,
             "topk": chosen.topk or None,
             "indexer": chosen.indexer,
+            "label": self.label,
+            "needs_training": self.needs_training,
             "dense": self.dense.to_json(stages=False),
             "sparse": self.sparse.to_json(stages=True),
             "speedup": self.speedup.to_json(),

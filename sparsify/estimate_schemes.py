@@ -38,6 +38,17 @@ class Scheme:
     by_name: Mapping[str, Configuration]
     min_context: Mapping[str, int] = field(default_factory=dict)
 
+    @property
+    def label(self) -> str:
+        """What is sparse, the most frequent first: "MoBA 128/8 and MSA proxy 128/16"."""
+        counts = Counter(one for one in self.by_name.values() if one.sparse)
+        return " and ".join(one.label for one, _ in counts.most_common()) or self.main.label
+
+    @property
+    def needs_training(self) -> bool:
+        """Whether one of the layers means nothing before its own weights are trained."""
+        return any(one.needs_training for one in self.by_name.values())
+
     def at(self, call: Workload) -> dict[str, Configuration]:
         """The layers that leave something out in that call."""
         return {

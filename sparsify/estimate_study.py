@@ -67,6 +67,8 @@ class Study:
             self.phase.value,
             self.batch,
             scheme.main,
+            scheme.label,
+            scheme.needs_training,
             _attention(dense),
             _attention(sparse),
             gain,

@@ -170,6 +170,6 @@ def _sensitivity(
             times = {"dense": dense_ms}
             for scheme in schemes:
                 ms = study.cost(context, scheme, scale).total.expected_ms
-                times[scheme.main.label] = min(ms, times.get(scheme.main.label, ms))
+                times[scheme.label] = min(ms, times.get(scheme.label, ms))
             winner = min(times, key=times.__getitem__)
             yield SensitivityRow(context, scale, winner, dense_ms / times[winner])

@@ -35,8 +35,8 @@ def verdict_on(row: Row, gpu: Gpu, rivals: int) -> str:
 
     `rivals` is how many configurations it was chosen from as the fastest.
     """
-    name = row.configuration.label
-    if row.configuration.needs_training:
+    name = row.label
+    if row.needs_training:
         name += " (once its indexer is trained)"
     if not row.layers["sparse"] and row.crossover_tokens is None:
         return f"Nothing is sparse{CALLS[Phase(row.phase)]}: all attention stays dense."
@@ -99,7 +99,7 @@ def assumptions_of(
         yield f"{gpu.name} has no fp8 products: elements of one byte are multiplied as bf16."
     if len({row.configuration for row in rows}) > 1:
         yield "Configurations are compared by speed only; they read different numbers of tokens."
-    if any(row.configuration.needs_training for row in rows):
+    if any(row.needs_training for row in rows):
         yield "A learned indexer means nothing before it is trained: its rows are a what-if."
 
 

@@ -206,7 +206,7 @@ def curves(question: Question, found: Estimate) -> CostCurves:
         gpu=found.gpu,
         phase=question.phase.value,
         batch=question.batch,
-        configuration=best.configuration.label,
+        configuration=best.label,
         points=[_point(row) for row in rows],
         crossover_tokens=best.crossover_tokens,
         full_tokens=next((row.context_tokens for row in rows if not row.fits), None),
@@ -255,7 +255,7 @@ def _range_means(row: Row) -> str:
 def _source(found: Estimate, question: Question) -> str:
     best = best_row(found)
     names: dict[Source, list[str]] = {}
-    for name, time in (("dense", best.dense.time), (best.configuration.label, best.sparse.time)):
+    for name, time in (("dense", best.dense.time), (best.label, best.sparse.time)):
         names.setdefault(time.source, []).append(name)
     how = {
         Source.BOUND: "datasheets and published efficiencies, the geometric middle of their range",

@@ -109,7 +109,7 @@ def _needs(rows: Sequence[Row]) -> RenderableType:
     for index, row in enumerate(_not_dense(next(iter(contexts.values())))):
         same = [_not_dense(mine)[index] for mine in contexts.values()]
         memory = [_memory(one.memory.total_bytes, one) for one in same]
-        table.add_row(*map(Text, (row.configuration.label, _crossover(row), *memory)))
+        table.add_row(*map(Text, (row.label, _crossover(row), *memory)))
     return Fitting(table, keys=1)
 
 
@@ -148,7 +148,7 @@ def _dense(row: Row) -> tuple[str, ...]:
 def _sparse(row: Row) -> tuple[str, ...]:
     whole = row.end_to_end
     return (
-        row.configuration.label,
+        row.label,
         time_range(row.sparse.time),
         milliseconds(row.sparse.time.bound_ms),
         times(row.speedup.low, row.speedup.high),

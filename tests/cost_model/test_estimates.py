@@ -47,6 +47,8 @@ ROW = [
     "block_size",
     "topk",
     "indexer",
+    "label",
+    "needs_training",
     "dense",
     "sparse",
     "speedup",
@@ -322,6 +324,21 @@ def test_the_verdict_never_calls_a_loss_a_gain():
             whole = found.rows[0].end_to_end
             assert ("no gain" in found.verdict) == (whole.high <= 1)
             assert ("may be slower" in found.verdict) == (whole.low < 1 < whole.high)
+
+
+def test_a_mixed_policy_is_named_by_all_that_is_in_it():
+    learned = {"name": "msa", "block_size": 128, "topk": 16, "indexer": "learned"}
+    policy = Policy.moba(
+        block_size=128, topk=8, layers=[{"match": "-3:", "method": learned | {"index_dim": 128}}]
+    )
+    found = estimate(LLAMA, policy, context=2**16)
+    (row,) = found.rows
+    assert row.configuration.label == "MoBA 128/8"
+    assert row.label == "MoBA 128/8 and MSA learned 128/16" and row.needs_training
+    assert found.verdict.startswith(f"{row.label} (once its indexer is trained): dense is")
+    assert any("learned indexer" in text for text in found.assumptions)
+    plain = estimate(LLAMA, Policy.moba(block_size=128, topk=8), context=2**16).rows[0]
+    assert plain.label == "MoBA 128/8" and not plain.needs_training
 
 
 def test_an_untrained_indexer_is_named_in_the_verdict():

@@ -91,7 +91,9 @@ def test_json():
     assert data["sensitivity"][1]["efficiency_scale"] == 1.0
 
 
-@pytest.mark.parametrize(("context", "shown"), [(32_768, True), (32_767, False), (128, True), (200, False)])
+@pytest.mark.parametrize(
+    ("context", "shown"), [(32_768, True), (32_767, False), (128, True), (200, False)]
+)
 def test_a_formula_of_pairs_is_shown_only_where_it_holds(context, shown):
     pairs = explain_layer(call(PUBLISHED[0], context=context)).pairs
     attended = next(line for line in pairs if line.name == "attended_pairs")
