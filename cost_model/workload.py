@@ -46,6 +46,11 @@ class AttentionShape:
         """Query heads per key/value head."""
         return self.q_heads // self.kv_heads
 
+    def _splits(self, degree: int) -> bool:
+        """Whether so many GPUs can share the heads."""
+        even = self.kv_heads % degree == 0 or degree % self.kv_heads == 0
+        return self.q_heads % degree == 0 and even
+
     def sharded(self, degree: int) -> AttentionShape:
         """The heads of one of `degree` tensor-parallel ranks; few KV heads are replicated.
 
@@ -53,11 +58,12 @@ class AttentionShape:
             UsageError: the query heads do not divide among the ranks, or the KV heads do neither
                 divide nor replicate evenly.
         """
-        even = self.kv_heads % degree == 0 or degree % self.kv_heads == 0
-        if self.q_heads % degree or not even:
+        if not self._splits(degree):
+            possible = [n for n in range(1, min(self.q_heads, 1024) + 1) if self._splits(n)]
             raise UsageError(
                 f"{self.q_heads} query and {self.kv_heads} key/value heads cannot be split over a "
-                f"tensor-parallel degree of {degree}."
+                f"tensor-parallel degree of {degree}.",
+                f"Possible are {', '.join(map(str, possible))}.",
             )
         heads = (self.q_heads // degree, max(self.kv_heads // degree, 1))
         return AttentionShape(*heads, self.head_dim, self.value_dim)

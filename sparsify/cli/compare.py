@@ -48,6 +48,7 @@ def compare(
     contexts, names = parse_contexts(context), _names(gpu)
     for name in names:
         tell_variants(name)
+    names = _once(names)
     from sparsify.cli import render_costs
     from sparsify.cli.costing import answer, ask, ask_again, chosen_policy
 
@@ -74,3 +75,13 @@ def _names(text: str) -> list[str]:
     if not all(names):
         raise UsageError(f"--gpu is {text!r}; expected names such as a100,h100.")
     return list(dict.fromkeys(names))
+
+
+def _once(names: list[str]) -> list[str]:
+    """Each GPU once, under the first of its names."""
+    from sparsify.cost_model.hardware import load_gpu
+
+    found: dict[str, str] = {}
+    for name in names:
+        found.setdefault(load_gpu(name).name, name)
+    return list(found.values())

@@ -59,3 +59,16 @@ def test_one_gpu_named_twice_is_compared_once(cli):
 def test_faults_are_one_sentence(cli, words, code, part):
     got, out, err = cli("compare", LLAMA, *words)
     assert (got, out) == (code, "") and part in err and len(err.strip().splitlines()) == 1
+
+
+def test_a_gpu_of_two_names_is_compared_once(cli):
+    words = ("--gpu", "h200,a100-80gb,H200-SXM-141GB,h200", "--context", "64k", "--json")
+    estimates = json.loads(cli("compare", LLAMA, *words)[1])["estimates"]
+    assert [one["gpu"] for one in estimates] == ["H200-SXM-141GB", "A100-SXM4-80GB"]
+
+
+@pytest.mark.parametrize("degree", ["3", "64"])
+def test_degrees_that_do_not_split_the_heads_name_those_that_do(cli, degree):
+    words = ("--gpu", "h200", "--tensor-parallel", degree)
+    code, out, err = cli("compare", LLAMA, *words)
+    assert (code, out) == (2, "") and "Possible are 1, 2, 4, 8, 16, 32." in err
