@@ -162,8 +162,9 @@ def _combine_tile(
     acc_MV = tl.zeros([M, VP], tl.float32)
     bad_M = tl.zeros([M], tl.int32)
     sees_M = hi_M > lo_M
-    begin = tl.min(tl.where(sees_M, lo_M, 0x7FFFFFFF), 0)
     end = tl.max(tl.where(sees_M, hi_M, 0), 0)
+    # At most `end`: the pipeline adds steps to it even if there is nothing to do.
+    begin = tl.min(tl.where(sees_M, lo_M, end), 0)
     # Tiles that all rows see whole come first: from the last `lo` up to the first `hi`.
     whole = tl.min(tl.where(inside_M, tl.where(sees_M, hi_M, 0), 0x7FFFFFFF), 0)
     middle = begin
