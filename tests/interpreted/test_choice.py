@@ -26,7 +26,7 @@ def check(x, block_size, topk, **options):
     return lists
 
 
-@pytest.mark.parametrize("topk", [1, 2, 3, 4, 8, 9, 1000])
+@pytest.mark.parametrize("topk", [1, 2, 4, 8, 9, 1000])
 @pytest.mark.parametrize(("block", "keys"), [(1, 50), (7, 250), (16, 530), (130, 400)])
 def test_float32_choices_are_the_reference_s(block, keys, topk):
     check(inputs(queries=19, keys=keys, seed=topk), block, topk)
@@ -188,9 +188,9 @@ def test_strides_as_they_come():
 
 
 def test_rows_do_not_depend_on_their_neighbours():
-    x = inputs(batch=2, heads=2, queries=21, keys=70)
+    x = inputs(batch=2, queries=21, keys=70)
     whole = chosen(x, 1, 4)
-    part = inputs(batch=2, heads=2, queries=21, keys=70)
+    part = inputs(batch=2, queries=21, keys=70)
     part = part._replace(q=part.q[1:, :, 13:], k=part.k[1:])
     assert torch.equal(chosen(part, 1, 4), whole[1:, :, 13:])
 
