@@ -19,7 +19,10 @@ from sparsify.kernels.select.networks import (
     largest_of_lanes,
     lists_of_tile,
     merged_lists,
+    sorted8,
 )
+
+NO_COLUMN = tl.constexpr(-0x40000000)
 
 __all__ = ["gate_exact_fwd_kernel", "gate_merge_fwd_kernel", "gate_packed_fwd_kernel"]
 
@@ -174,17 +177,26 @@ def _lane(best_ptr, row, i_R, inside_R, t_count, LANE: tl.constexpr, KEPT: tl.co
 
 
 @triton.jit
-def _store_lane(
-    at_R, x, count_R, border_R, inside_R,
-    LANE: tl.constexpr, KEPT: tl.constexpr, CHOSEN: tl.constexpr, BITS: tl.constexpr,
-):  # fmt: skip
-    """Columns of the values down to the border, behind the `count` that are stored already."""
-    for place in tl.static_range(KEPT):
-        chosen_R = (x[place] >= border_R) & (x[place] > float("-inf"))
-        fits_R = chosen_R & (count_R < CHOSEN) & inside_R
-        tl.store(at_R + count_R, column_of(x[place], LANE, BITS), mask=fits_R)
-        count_R += chosen_R.to(tl.int32)
-    return count_R
+def _column_down_to(x_R, border_R, LANE: tl.constexpr, BITS: tl.constexpr):
+    """The column of a value that reaches the border, negative, so that the largest is the first."""
+    chosen_R = (x_R >= border_R) & (x_R > float("-inf"))
+    return tl.where(chosen_R, -column_of(x_R, LANE, BITS), NO_COLUMN)
+
+
+@triton.jit
+def _columns_of_lane(x, border_R, LANE: tl.constexpr, BITS: tl.constexpr):
+    return sorted8(
+        (
+            _column_down_to(x[0], border_R, LANE, BITS),
+            _column_down_to(x[1], border_R, LANE, BITS),
+            _column_down_to(x[2], border_R, LANE, BITS),
+            _column_down_to(x[3], border_R, LANE, BITS),
+            _column_down_to(x[4], border_R, LANE, BITS),
+            _column_down_to(x[5], border_R, LANE, BITS),
+            _column_down_to(x[6], border_R, LANE, BITS),
+            _column_down_to(x[7], border_R, LANE, BITS),
+        )
+    )
 
 
 @triton.jit
@@ -204,16 +216,20 @@ def gate_merge_fwd_kernel(
     best = largest_of_lanes(a, b, c, d)
     border_R, next_R = best[CHOSEN - 1], best[CHOSEN]
 
+    # By number, as the exact kernel lists them: a row has the same bits whichever chose for it.
+    columns = largest_of_lanes(
+        _columns_of_lane(a, border_R, 0, BITS),
+        _columns_of_lane(b, border_R, 1, BITS),
+        _columns_of_lane(c, border_R, 2, BITS),
+        _columns_of_lane(d, border_R, 3, BITS),
+    )
     at_R = idx_ptr + (row * t_count + i_R) * WIDTH
-    count_R = tl.zeros([R], tl.int32)
-    count_R = _store_lane(at_R, a, count_R, border_R, inside_R, 0, KEPT, CHOSEN, BITS)
-    count_R = _store_lane(at_R, b, count_R, border_R, inside_R, 1, KEPT, CHOSEN, BITS)
-    count_R = _store_lane(at_R, c, count_R, border_R, inside_R, 2, KEPT, CHOSEN, BITS)
-    count_R = _store_lane(at_R, d, count_R, border_R, inside_R, 3, KEPT, CHOSEN, BITS)
-    none_R = tl.full([R], -1, tl.int32)
     for place in tl.static_range(WIDTH):
-        empty_R = inside_R & (tl.minimum(count_R, CHOSEN) <= place)
-        tl.store(at_R + place, none_R, mask=empty_R)
+        if place < CHOSEN:
+            column_R = tl.where(columns[place] == NO_COLUMN, -1, -columns[place])
+        else:
+            column_R = tl.full([R], -1, tl.int32)
+        tl.store(at_R + place, column_R, mask=inside_R)
 
     tie_R = (_score(border_R, BITS) == _score(next_R, BITS)) & (next_R > float("-inf"))
     flag_R = tie_R
@@ -297,11 +313,12 @@ def gate_exact_fwd_kernel(
             else:
                 both = tl.reshape(tl.join(best_ML, new_ML), [M, 2 * LENGTH])
                 best_ML = tl.topk(both, LENGTH, dim=1)
-        number_ML = 0x7FFFFFFF - (best_ML & 0xFFFFFFFF).to(tl.int32)
         found_ML = (best_ML != -0x7FFFFFFFFFFFFFFF) & (l_L < CHOSEN)[None, :]
+        number_ML = 0x7FFFFFFF - (best_ML & 0xFFFFFFFF).to(tl.int32)
+        number_ML = tl.sort(tl.where(found_ML, number_ML, 0x7FFFFFFF), dim=1)
         out = idx_ptr + (slice_head.to(tl.int64) * t_count + i_M)[:, None] * WIDTH + l_L[None, :]
         tl.store(
             out,
-            tl.where(found_ML, number_ML, -1),
+            tl.where(number_ML == 0x7FFFFFFF, -1, number_ML),
             mask=inside_M[:, None] & (l_L < WIDTH)[None, :],
         )

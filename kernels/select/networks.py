@@ -15,7 +15,14 @@ Legend: M rows.
 import triton
 import triton.language as tl
 
-__all__ = ["column_of", "keep_largest", "largest_of_lanes", "lists_of_tile", "merged_lists"]
+__all__ = [
+    "column_of",
+    "keep_largest",
+    "largest_of_lanes",
+    "lists_of_tile",
+    "merged_lists",
+    "sorted8",
+]
 
 
 @triton.jit
@@ -139,6 +146,12 @@ def merged_lists(l0, l1, l2, l3, BITS: tl.constexpr):
 def largest_of_lanes(a, b, c, d):
     """The eight largest values of four sorted eights, sorted."""
     return _largest8(_largest8(a, b), _largest8(c, d))
+
+
+@triton.jit
+def sorted8(x):
+    """Eight values, largest first."""
+    return _merged8(_sorted4(x[0], x[1], x[2], x[3]), _sorted4(x[4], x[5], x[6], x[7]))
 
 
 @triton.jit
