@@ -31,6 +31,7 @@ RESULTS = Path(__file__).parent / "results" / "moba_h200.json"
 DEVICE = "cuda"
 HEAD_DIM = 128
 ONCE_FROM = 512 << 10  # dense attention is timed once from here on
+LAUNCHED_FROM = 1 << 20  # launches are nothing beside such calls; a graph would hold much memory
 BUDGET_S = 5.0  # for the repeats of one timing
 MOST_EXTRA_GIB = 3.0  # at 512k tokens, 128/8
 MOST_HOT_RATIO = 1.15
@@ -170,8 +171,10 @@ def run_case(case: Case, with_dense: bool) -> dict[str, Any]:
     q, k, v = inputs(*case.heads, case.tokens)
     run = moba(q, k, v, case.block, case.topk)
     extra = extra_bytes(run, DEVICE)
-    launched, replayed = timing(run), timing(run, graph=True)
-    chosen = replayed if case.graph else launched
+    launched = timing(run)
+    replayed = None if case.tokens >= LAUNCHED_FROM else timing(run, graph=True)
+    chosen = replayed if case.graph and replayed else launched
+    torch.cuda.empty_cache()
     short = case.tokens <= 128 << 10  # launches are nothing beside longer calls
     stages = moba_stages_ms(
         q, k, v, block_size=case.block, topk=case.topk,
@@ -182,15 +185,16 @@ def run_case(case: Case, with_dense: bool) -> dict[str, Any]:
         "heads": list(case.heads),
         "context_tokens": case.tokens,
         "ms": launched.median_ms,
-        "graph_ms": replayed.median_ms,
+        "graph_ms": replayed and replayed.median_ms,
         "launched": launched.to_json(),
-        "replayed": replayed.to_json(),
+        "replayed": replayed and replayed.to_json(),
         "extra_gib": extra / 2**30,
         "stages_ms": {PREFILL_STAGES[family]: ms for family, ms in stages.items()},
         "target_ms": case.target_ms,
         "target_of": "graph_ms" if case.graph else "ms",
         "met": None if case.target_ms is None else chosen.median_ms <= case.target_ms,
     }
+    torch.cuda.empty_cache()
     if with_dense:
         row |= against_dense(q, k, v, case, chosen.median_ms)
     return row
@@ -233,8 +237,9 @@ def hot_blocks(block=128, topk=8, tokens=128 << 10, heads=16) -> dict[str, Any]:
 
 def show(row: dict[str, Any]) -> None:
     stages = ", ".join(f"{key} {value:.3f}" for key, value in row["stages_ms"].items())
+    graph = "        -" if row["graph_ms"] is None else f"{row['graph_ms']:9.3f}"
     print(
-        f"{row['case']:14} {row['ms']:9.3f} ms, graph {row['graph_ms']:9.3f}, "
+        f"{row['case']:14} {row['ms']:9.3f} ms, graph {graph}, "
         f"extra {row['extra_gib']:.2f} GiB, dense {row.get('dense_ms')}; {stages}",
         flush=True,
     )
@@ -267,11 +272,12 @@ def line(case, what, measured, target, met, more=""):
     print(f"{case:16} {what:10} {measured:>12} {target:>10} {'ok' if met else 'MISSED':6} {more}")
 
 
-def guarded(what, run):
-    """The result of `run`, or None when it failed: the rest of the table is worth having."""
+def guarded(what: str, run, failed: list[str]):
+    """The result of `run`, or None when it failed, which is noted: the rest is worth having."""
     try:
         return run()
-    except Exception:
+    except Exception as error:
+        failed.append(f"{what}: {type(error).__name__}: {' '.join(str(error).split())[:300]}")
         print(f"{what} FAILED\n{traceback.format_exc()}", flush=True)
         return None
     finally:
@@ -287,25 +293,24 @@ def main() -> None:
     args = parser.parse_args()
     cases = CASES if args.cases is None else tuple(map(named_case, args.cases.split(",")))
     result = {**machine(DEVICE), "what": __doc__.split("\n\n")[2].strip(), "dtype": "bf16"}
-    result |= {"checks": [], "rows": [], "failed": []}
+    failed: list[str] = []
+    result |= {"checks": [], "rows": [], "failed": failed}
 
     def keep():
         write_text(args.json, json.dumps(result, indent=1) + "\n", force=True)
 
     for shape in () if args.no_check else CHECKS:
-        found = guarded(f"check {shape}", lambda shape=shape: check(*shape))
+        found = guarded(f"check {shape}", lambda shape=shape: check(*shape), failed)
         result["checks"] += [] if found is None else [{"shape": list(shape), **found}]
-        result["failed"] += [f"check {shape}"] if found is None else []
         print({"check": shape, **(found or {})}, flush=True)
     for case in cases:
-        row = guarded(case.name, lambda case=case: run_case(case, not args.no_dense))
-        result["rows"] += [] if row is None else [row]
-        result["failed"] += [case.name] if row is None else []
+        row = guarded(case.name, lambda case=case: run_case(case, not args.no_dense), failed)
         if row is not None:
+            result["rows"].append(row)
             show(row)
         keep()  # a later case may run out of time
     if args.cases is None:
-        result["hot_blocks"] = guarded("hot blocks", hot_blocks)
+        result["hot_blocks"] = guarded("hot blocks", hot_blocks, failed)
     table(result)
     keep()
 

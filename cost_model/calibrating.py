@@ -7,6 +7,7 @@ is fitted on all of them.
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from sparsify.cost_model.calibration import (
+    LEAST_EFFICIENT,
     MOST_EFFICIENT,
     SCHEMA,
     Calibration,
@@ -154,13 +156,14 @@ def _entry(runs: list[FamilyRun]) -> FamilyEfficiency:
 
 
 def _bounded_fit(rows: Sequence[Row], family: str) -> Fit:
-    """The fit; where it would be more efficient than anything can be, the best overhead for the
-    most that can be."""
+    """The fit; where its efficiency is beyond what a file may say, the best overhead for the
+    nearest that it may: counts of bytes can be too large, or the size may not matter at all."""
     found = fit(rows)
-    efficiency = found.efficiency(family)
-    if efficiency is not None and efficiency <= MOST_EFFICIENT:
+    free = found.efficiency(family) or math.inf
+    efficiency = min(max(free, LEAST_EFFICIENT), MOST_EFFICIENT)
+    if efficiency == free:
         return found
-    factor = 1 / MOST_EFFICIENT
+    factor = 1 / efficiency
     rest = sum((1 - factor * r.bounds_ms[family] / r.measured_ms) / r.measured_ms for r in rows)
     overhead = max(0.0, rest / sum(row.measured_ms**-2 for row in rows))
     return Fit({OVERHEAD: overhead, family: factor})

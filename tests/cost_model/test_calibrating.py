@@ -155,6 +155,12 @@ def test_faster_than_anything_is_held_at_the_most_that_a_file_may_say(share):
     assert entry.efficiency == 1.25 and 0 <= entry.overhead_us <= 10.01
 
 
+def test_slower_than_a_file_may_say_is_held_at_the_least():
+    runs = [plain_run("copy", 0, n * 10, n, n * 1.0, H200) for n in range(1, 9)]
+    (entry,) = fitted(runs)
+    assert entry.efficiency == 1e-4 and entry.error > 0.1
+
+
 def test_too_few_lengths_are_refused():
     with pytest.raises(UsageError, match="dense_prefill was timed at 3 lengths"):
         fitted(invented(DENSE, Phase.PREFILL, contexts=[8192, 16384, 32768]))

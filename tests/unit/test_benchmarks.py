@@ -74,9 +74,16 @@ def test_memory_is_poisoned_only_inside(moba):
 
 
 def test_one_case_that_fails_does_not_stop_the_others(moba, capsys):
-    assert moba.guarded("this", lambda: 1 // 0) is None
+    failed = []
+    assert moba.guarded("this", lambda: 1 // 0, failed) is None
     assert "this FAILED" in capsys.readouterr().out
-    assert moba.guarded("that", lambda: 5) == 5
+    assert moba.guarded("that", lambda: 5, failed) == 5
+    assert failed == ["this: ZeroDivisionError: integer division or modulo by zero"]
+
+
+def test_long_calls_are_not_replayed(moba, capsys):
+    moba.show(row("4096/12:1m", 1700.0, 1750.0, graph_ms=None))
+    assert "graph         -" in capsys.readouterr().out
 
 
 def test_a_small_model_on_two_devices(prefill, monkeypatch):
