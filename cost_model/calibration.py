@@ -30,7 +30,14 @@ from sparsify.documents import read_document
 from sparsify.errors import UsageError
 from sparsify.fields import FrozenModel, PositiveInt, fault
 
-__all__ = ["SCHEMA", "Calibration", "FamilyEfficiency", "load_calibration", "packaged_calibration"]
+__all__ = [
+    "SCHEMA",
+    "Calibration",
+    "FamilyEfficiency",
+    "calibration_for",
+    "load_calibration",
+    "packaged_calibration",
+]
 
 SCHEMA = 1
 # A little above 1: caches serve what the bound charges to DRAM.
@@ -169,6 +176,17 @@ def _check_schema(schema: Any, path: str | Path) -> None:
             f"The calibration {path} has schema {schema}, this version reads up to {SCHEMA}.",
             "Update sparsify-attention.",
         )
+
+
+def calibration_for(gpu: Gpu, given: Calibration | str | Path | None = None) -> Calibration | None:
+    """The calibration that is given, or read from the file given, else that of this package.
+
+    Raises:
+        As `load_calibration`.
+    """
+    if given is None:
+        return packaged_calibration(gpu)
+    return given if isinstance(given, Calibration) else load_calibration(given, gpu)
 
 
 def packaged_calibration(gpu: Gpu) -> Calibration | None:

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from sparsify.cost_model.configuration import DENSE, Configuration
 from sparsify.cost_model.pareto import EPSILON, Group, Option, Point, front
 from sparsify.cost_model.search import (
-    NEAR_FASTEST,
     Candidate,
     Situation,
     best_in_order,
+    limit_ms,
     may_be_chosen,
     quality_order,
 )
@@ -112,11 +112,6 @@ class _Task:
         """The front of these layers."""
         return front(groups, memory_bytes=self.free_bytes, epsilon=self.epsilon)
 
-    def limit_ms(self, fastest_ms: float) -> float:
-        """What a plan may take to be near the fastest, and within what was asked for."""
-        near = NEAR_FASTEST * fastest_ms
-        return near if self.most_ms is None else min(near, max(self.most_ms, fastest_ms))
-
     def usable(self, shape: AttentionShape) -> dict[Configuration, Candidate]:
         return {c.configuration: c for c in self.candidates[shape] if c.usable}
 
@@ -186,7 +181,7 @@ def _by_loss(task: _Task, least_recall: float | None) -> Choice:
     losses = [loss for layer in task.layers for loss in (layer.losses or {}).values()]
     best = 1 - min(losses) if losses else None
     if least_recall is None:
-        limit = task.limit_ms(fastest) - task.other_ms
+        limit = limit_ms(fastest, task.most_ms) - task.other_ms
         near = [p for p in points if p.time_ms <= limit * (1 + ROUNDING)]
         return Choice(_spread(min(near, key=lambda p: p.loss), keys), shown, fastest, True, best)
     # Recall is a mean over the sparse layers: each adds what it loses beyond the budget.

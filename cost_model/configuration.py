@@ -35,6 +35,11 @@ class Configuration:
         return self.method != "dense"
 
     @property
+    def budget_tokens(self) -> int:
+        """Tokens of the blocks that a query reads."""
+        return self.block_size * self.topk
+
+    @property
     def needs_training(self) -> bool:
         """Whether it means nothing before its own weights are trained."""
         return self.indexer == "learned"

@@ -13,7 +13,7 @@ from sparsify.cost_model.counts import TILE_ROWS, StageFormula
 from sparsify.cost_model.counts_dense import attention_flops, kv_row_bytes, q_and_o_bytes
 from sparsify.cost_model.pairs import EXACT, Pairs
 
-__all__ = ["decode", "means_bytes", "prefill", "read_in_decode"]
+__all__ = ["decode", "gate_flops", "means_bytes", "prefill", "read_in_decode"]
 
 _CONTEXT = s.PREFIX_TOKENS + s.NEW_TOKENS
 _BLOCKS = ceiling(_CONTEXT / s.BLOCK_TOKENS)
@@ -26,7 +26,8 @@ def means_bytes() -> Expr:
     return s.BATCH_SEQUENCES * _BLOCKS * s.KV_HEADS * s.HEAD_DIM * s.KEY_BYTES
 
 
-def _gate_flops(pairs: Pairs) -> Expr:
+def gate_flops(pairs: Pairs) -> Expr:
+    """Every query head scores the mean key of every complete past block."""
     return 2 * s.BATCH_SEQUENCES * s.QUERY_HEADS * s.HEAD_DIM * pairs.past_blocks
 
 
@@ -42,7 +43,7 @@ def prefill(pairs: Pairs = EXACT) -> tuple[StageFormula, ...]:
         StageFormula(
             "gate and top-k",
             "moba_gate",
-            flops=_gate_flops(pairs),
+            flops=gate_flops(pairs),
             dram_bytes=_QUERIES * (s.HEAD_DIM * s.QUERY_BYTES + 4 * s.TOPK_BLOCKS) + means_bytes(),
             tiles=s.BATCH_SEQUENCES * s.QUERY_HEADS * ceiling(s.NEW_TOKENS / TILE_ROWS),
         ),
@@ -87,7 +88,7 @@ def decode(pairs: Pairs = EXACT) -> tuple[StageFormula, ...]:
         StageFormula(
             "gate and top-k",
             "moba_decode_gate",
-            flops=_gate_flops(pairs),
+            flops=gate_flops(pairs),
             dram_bytes=means_bytes(),
             launches=2,
         ),

@@ -12,13 +12,16 @@ from dataclasses import dataclass
 from sparsify.cost_model.configuration import Configuration
 from sparsify.cost_model.workload import Phase
 
-__all__ = ["LAUNCH_US", "Range", "share_of_bound", "share_of_speedup"]
+__all__ = ["LAUNCH_US", "SCALES", "Range", "share_of_bound", "share_of_speedup"]
 
 # One kernel of a CUDA graph from start to start of the next, H200 (attention of a short decode
 # step: two kernels in 5.8 us, vLLM's Triton kernels, 2026-11-30).
 LAUNCH_US = 2.9
 
 LARGE_BLOCK = 1024
+
+# How many times as efficient the sparse kernels may turn out, for questions of sensitivity.
+SCALES = (0.5, 1.0, 2.0)
 
 
 @dataclass(frozen=True, slots=True)

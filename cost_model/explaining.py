@@ -10,9 +10,15 @@ import sympy
 from sparsify.cost_model.calibration import Calibration
 from sparsify.cost_model.configuration import DENSE, Configuration
 from sparsify.cost_model.counts import StageFormula, exact, values_of
-from sparsify.cost_model.efficiencies import share_of_bound, share_of_speedup
+from sparsify.cost_model.efficiencies import SCALES, share_of_bound, share_of_speedup
 from sparsify.cost_model.hardware import UNITS, Gpu
-from sparsify.cost_model.layer_cost import LayerCost, StageCost, crossover_tokens, layer_cost
+from sparsify.cost_model.layer_cost import (
+    LayerCost,
+    StageCost,
+    crossover_tokens,
+    layer_cost,
+    stage_efficiency,
+)
 from sparsify.cost_model.pairs import ALIGNED, EXACT, Pairs
 from sparsify.cost_model.stages import runs_sparse, stage_formulas
 from sparsify.cost_model.times import Source, TimeEstimate
@@ -20,7 +26,6 @@ from sparsify.cost_model.workload import AttentionShape, ElementBytes, Phase, Wo
 
 __all__ = ["Explanation", "LayerCall", "PairsLine", "Sensitivity", "StageLine", "explain_layer"]
 
-SCALES = (0.5, 1.0, 2.0)
 # Pairs stand for themselves in the formulas of stages: written out exactly they fill pages.
 NAMED = Pairs(
     sympy.Symbol("dense_pairs", positive=True),
@@ -146,11 +151,8 @@ def _basis(call: LayerCall, cost: StageCost, formula: StageFormula) -> str:
     """Where the efficiency of a stage comes from."""
     if cost.time.source is Source.CALIBRATED and call.calibration is not None:
         width = call.element_bytes.index if formula.on_index else call.element_bytes.key
-        entry = call.calibration.efficiency(
-            cost.family,
-            group_size=call.shape.group_size,
-            block_size=call.configuration.block_size,
-            dtype="fp8" if width <= 1 else "bf16",
+        entry = stage_efficiency(
+            call.calibration, cost.family, call.shape, call.configuration, width
         )
         if entry is not None:
             kernel = f"{entry.kernel}, " if entry.kernel else ""

@@ -31,16 +31,23 @@ from sparsify.cost_model.stages import (
     stage_formulas,
 )
 from sparsify.cost_model.times import Source, TimeEstimate
-from sparsify.cost_model.workload import AttentionShape, ElementBytes, Phase, Workload
+from sparsify.cost_model.workload import BF16, AttentionShape, ElementBytes, Phase, Workload
 
-__all__ = ["WORKSPACE_BYTES", "LayerCost", "StageCost", "crossover_tokens", "layer_cost"]
+__all__ = [
+    "WORKSPACE_BYTES",
+    "LayerCost",
+    "StageCost",
+    "crossover_tokens",
+    "layer_cost",
+    "slowdown",
+    "stage_efficiency",
+]
 
 # Kernels work in slices, so that their workspace stays below this.
 WORKSPACE_BYTES = 2 << 30
 MOST_TOKENS = 1 << 24
 # Borders of blocks beyond a crossing that are looked at.
 MOST_BORDERS = 8
-BF16 = ElementBytes()
 # Families of stages that prepare an index.
 PREPARING = ("gemm", "copy")
 
@@ -118,14 +125,27 @@ class _Call:
         if self.calibration is None:
             return None
         width = self.element_bytes.index if stage.on_index else self.element_bytes.key
-        if width > 2:
-            return None  # calibrations are of two-byte and one-byte elements
-        return self.calibration.efficiency(
-            stage.family,
-            group_size=self.shape.group_size,
-            block_size=self.configuration.block_size,
-            dtype="fp8" if width <= 1 else "bf16",
+        return stage_efficiency(
+            self.calibration, stage.family, self.shape, self.configuration, width
         )
+
+
+def stage_efficiency(
+    calibration: Calibration,
+    family: str,
+    shape: AttentionShape,
+    configuration: Configuration,
+    n_bytes: float,
+) -> FamilyEfficiency | None:
+    """What was calibrated for a stage of `family` with elements of `n_bytes`, if anything was."""
+    if n_bytes > 2:
+        return None  # calibrations are of two-byte and one-byte elements
+    return calibration.efficiency(
+        family,
+        group_size=shape.group_size,
+        block_size=configuration.block_size,
+        dtype="fp8" if n_bytes <= 1 else "bf16",
+    )
 
 
 def layer_cost(

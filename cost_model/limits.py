@@ -11,6 +11,7 @@ import math
 
 from sparsify.cost_model.configuration import Configuration
 from sparsify.cost_model.hardware import Gpu
+from sparsify.cost_model.roofline import product_flops_per_s
 from sparsify.cost_model.workload import AttentionShape, ElementBytes, Phase
 
 __all__ = ["speedup_limit"]
@@ -45,20 +46,14 @@ def _product_limit(
     index = shape.kv_heads * (configuration.index_dim or shape.head_dim)
     learned = configuration.indexer == "learned"
     index_bytes = element_bytes.index if learned else element_bytes.key
-    return dense / index * _rate(index_bytes, gpu) / _rate(element_bytes.key, gpu)
+    index_rate = product_flops_per_s(index_bytes, gpu)
+    return dense / index * index_rate / product_flops_per_s(element_bytes.key, gpu)
 
 
 def _passes(shape: AttentionShape) -> float:
     """Products of a dense forward and backward pass over those of the forward pass."""
     forward = shape.head_dim + shape.value_dim
     return (forward + 3 * shape.head_dim + 2 * shape.value_dim) / forward
-
-
-def _rate(width: float, gpu: Gpu) -> float:
-    """Products of elements of one byte run at the fp8 rate, those of four at TF32's."""
-    if width > 2:
-        return gpu.flops_per_s("bf16") / 2
-    return gpu.flops_per_s("fp8" if width <= 1 else "bf16")
 
 
 def _read_limit(

@@ -21,7 +21,7 @@ from sparsify.cost_model.hardware import Gpu
 from sparsify.cost_model.layer_cost import slowdown
 from sparsify.cost_model.roofline import stage_bound
 from sparsify.cost_model.stages import stage_formulas
-from sparsify.cost_model.workload import AttentionShape, ElementBytes, Phase, Workload
+from sparsify.cost_model.workload import BF16, AttentionShape, Phase, Workload
 from sparsify.documents import read_document
 from sparsify.errors import UsageError
 
@@ -125,8 +125,7 @@ def _configuration(row: dict[str, Any]) -> Configuration:
 
 def model_row(run: MeasuredRun, gpu: Gpu) -> Row:
     """The bounds of a run by kernel family, waves and imbalance included; bfloat16."""
-    bf16 = ElementBytes()
-    values = values_of(run.shape, run.workload, run.configuration, bf16)
+    values = values_of(run.shape, run.workload, run.configuration, BF16)
     workload = run.workload
     if run.phase == "backward":
         workload = dataclasses.replace(workload, phase=Phase.TRAINING)
@@ -136,7 +135,7 @@ def model_row(run: MeasuredRun, gpu: Gpu) -> Row:
         stage = counted(formula, values)
         if (run.phase == "backward") != stage.family.endswith("_backward"):
             continue
-        bounds[stage.family] += stage_bound(stage, gpu, bf16).kernel_ms * slowdown(
+        bounds[stage.family] += stage_bound(stage, gpu, BF16).kernel_ms * slowdown(
             stage, processors
         )
     return Row({family: ms for family, ms in bounds.items() if ms}, run.ms, run.label)

@@ -19,14 +19,13 @@ from sparsify.cost_model.model_layers import LayerOperations, LayerPricer
 from sparsify.cost_model.model_shape import LayerShape, ModelShape
 from sparsify.cost_model.stages import runs_sparse
 from sparsify.cost_model.times import TimeEstimate
-from sparsify.cost_model.workload import ElementBytes, Phase, Workload
+from sparsify.cost_model.workload import BF16, ElementBytes, Phase, Workload
 
 if TYPE_CHECKING:
     import networkx as nx
 
 __all__ = ["MemoryNeed", "ModelCost", "model_cost"]
 
-BF16 = ElementBytes()
 Configurations = Mapping[str, Configuration] | Configuration
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
-from sparsify.cost_model.workload import AttentionShape, ElementBytes
+from sparsify.cost_model.workload import BF16, AttentionShape, ElementBytes
 
 __all__ = ["Experts", "Kind", "LayerShape", "ModelShape"]
 
@@ -174,15 +174,14 @@ class ModelShape:
         context_tokens: int,
         batch: int = 1,
         tensor_parallel: int = 1,
-        element_bytes: ElementBytes | None = None,
+        element_bytes: ElementBytes = BF16,
     ) -> float:
         """Bytes of keys, values and recurrent states on each GPU.
 
         Raises:
             UsageError: the heads cannot be split over that many GPUs.
         """
-        sizes = element_bytes or ElementBytes()
         return sum(
-            count * layer.kv_cache_bytes(context_tokens, batch, tensor_parallel, sizes)
+            count * layer.kv_cache_bytes(context_tokens, batch, tensor_parallel, element_bytes)
             for layer, count in self.distinct_layers()
         )

@@ -11,8 +11,8 @@ import sympy
 from sympy import Expr, Rational
 
 from sparsify.cost_model import symbols as s
-from sparsify.cost_model.configuration import Configuration
-from sparsify.cost_model.counts_dense import attention_flops
+from sparsify.cost_model.counts_dense import attention_flops, kv_row_bytes
+from sparsify.cost_model.counts_moba import gate_flops
 from sparsify.cost_model.counts_msa import index_flops
 from sparsify.cost_model.pairs import LEADING, Pairs
 
@@ -41,7 +41,7 @@ _N, _BUDGET = s.CONTEXT_TOKENS, s.TOPK_BLOCKS * s.BLOCK_TOKENS
 def _selection_flops(method: str, pairs: Pairs) -> Expr:
     if method == "msa":
         return index_flops(pairs)
-    return 2 * s.BATCH_SEQUENCES * s.QUERY_HEADS * s.HEAD_DIM * pairs.past_blocks
+    return gate_flops(pairs)
 
 
 def sparse_flops(method: str, pairs: Pairs = LEADING) -> Expr:
@@ -83,15 +83,14 @@ def crossover(method: str) -> Expr:
 def decode_byte_ratio() -> Expr:
     """Dense over MSA cache bytes of a decode step: all keys and values against the index keys and
     the chosen blocks."""
-    row = s.KV_HEADS * (s.HEAD_DIM * s.KEY_BYTES + s.VALUE_DIM * s.VALUE_BYTES)
+    row = kv_row_bytes()
     index = s.INDEX_KEY_HEADS * s.INDEX_DIM * s.INDEX_BYTES
     return row * _N / (index * _N + row * _BUDGET)
 
 
 def index_cache_share() -> Expr:
     """Bytes of the index cache over those of the KV cache."""
-    row = s.KV_HEADS * (s.HEAD_DIM * s.KEY_BYTES + s.VALUE_DIM * s.VALUE_BYTES)
-    return s.INDEX_KEY_HEADS * s.INDEX_DIM * s.INDEX_BYTES / row
+    return s.INDEX_KEY_HEADS * s.INDEX_DIM * s.INDEX_BYTES / kv_row_bytes()
 
 
 def kv_outer_intensity() -> Expr:
@@ -108,8 +107,3 @@ def moba_sparsity() -> Expr:
 def nsa_decode_tokens() -> Expr:
     """Tokens that a decode step of NSA reads: compressed, selected and sliding ones."""
     return _N * Rational(1, 16) + 16 * 64 + 512
-
-
-def values_for(configuration: Configuration) -> dict[sympy.Symbol, int]:
-    """Block and top-k of a configuration, to put into these formulas."""
-    return {s.BLOCK_TOKENS: configuration.block_size, s.TOPK_BLOCKS: configuration.topk}

@@ -16,7 +16,14 @@ from sparsify.cost_model.counts import StageCounts
 from sparsify.cost_model.hardware import Gpu
 from sparsify.cost_model.workload import ElementBytes
 
-__all__ = ["Binding", "StageBound", "imbalance_factor", "stage_bound", "wave_factor"]
+__all__ = [
+    "Binding",
+    "StageBound",
+    "imbalance_factor",
+    "product_flops_per_s",
+    "stage_bound",
+    "wave_factor",
+]
 
 Binding = Literal["compute", "dram", "l2", "launch"]
 
@@ -61,13 +68,20 @@ def stage_bound(stage: StageCounts, gpu: Gpu, element_bytes: ElementBytes) -> St
 
 
 def _flops_per_s(stage: StageCounts, gpu: Gpu, element_bytes: ElementBytes) -> float:
-    """Products run at the rate of their widest operand; float32 at half of bfloat16 (TF32)."""
-    widest = max(element_bytes.query, element_bytes.key, element_bytes.value)
+    """Products run at the rate of their widest operand."""
     if stage.on_index:
-        widest = element_bytes.index
-    if widest > 2:
+        return product_flops_per_s(element_bytes.index, gpu)
+    return product_flops_per_s(
+        max(element_bytes.query, element_bytes.key, element_bytes.value), gpu
+    )
+
+
+def product_flops_per_s(n_bytes: float, gpu: Gpu) -> float:
+    """Peak rate of products of elements of `n_bytes`: one byte fp8, two bf16, more TF32, which is
+    half of bf16."""
+    if n_bytes > 2:
         return gpu.flops_per_s("bf16") / 2
-    return gpu.flops_per_s("fp8" if widest <= 1 else "bf16")
+    return gpu.flops_per_s("fp8" if n_bytes <= 1 else "bf16")
 
 
 def wave_factor(tiles: int | None, processors: float | None) -> float:

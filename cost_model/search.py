@@ -14,20 +14,20 @@ from dataclasses import dataclass, replace
 from sparsify.cost_model.calibration import Calibration
 from sparsify.cost_model.configuration import DENSE, PUBLISHED, Configuration
 from sparsify.cost_model.hardware import Gpu
-from sparsify.cost_model.layer_cost import BF16, LayerCost, crossover_tokens, layer_cost
+from sparsify.cost_model.layer_cost import LayerCost, crossover_tokens, layer_cost
 from sparsify.cost_model.stages import runs_sparse
-from sparsify.cost_model.workload import AttentionShape, ElementBytes, Workload
+from sparsify.cost_model.workload import BF16, AttentionShape, ElementBytes, Workload
 
 __all__ = [
     "LEAST_BUDGET_TOKENS",
     "NEAR_FASTEST",
-    "SCALES",
     "Candidate",
     "Situation",
     "best_in_order",
     "candidates",
     "examine",
     "grid",
+    "limit_ms",
     "may_be_chosen",
     "obstacles",
     "quality_order",
@@ -45,8 +45,6 @@ LEAST_TOKENS = 512
 TOPK = (4, 8, 16, 32)
 LEAST_BUDGET_TOKENS = 2048
 NEAR_FASTEST = 1.10
-# How efficient the sparse kernels may turn out, for the question whether the choice still stands.
-SCALES = (0.5, 1.0, 2.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +135,7 @@ def obstacles(
     configuration: Configuration, shape: AttentionShape, context_tokens: int
 ) -> list[str]:
     """Why the configuration is not for that layer and context, as clauses; none if it is legal."""
-    block, budget = configuration.block_size, configuration.block_size * configuration.topk
+    block, budget = configuration.block_size, configuration.budget_tokens
     found = []
     for name, size in (("head size", shape.head_dim), ("value size", shape.value_dim)):
         found += _outside(name, size, HEAD_DIMS)
@@ -224,13 +222,18 @@ def _fitting(candidate: Candidate, free_bytes: float | None) -> Candidate:
 
 def quality_order(configuration: Configuration) -> tuple[int, int]:
     """Sorts from worse to better: by tokens read, then the smaller block. An order, no measure."""
-    budget = configuration.block_size * configuration.topk
-    return budget, -configuration.block_size
+    return configuration.budget_tokens, -configuration.block_size
 
 
 def may_be_chosen(configuration: Configuration) -> bool:
     """Whether it reads enough to be taken unmeasured."""
-    return configuration.block_size * configuration.topk >= LEAST_BUDGET_TOKENS
+    return configuration.budget_tokens >= LEAST_BUDGET_TOKENS
+
+
+def limit_ms(fastest_ms: float, most_ms: float | None) -> float:
+    """What a plan may take to be near the fastest, and within what was asked for if any is."""
+    near = NEAR_FASTEST * fastest_ms
+    return near if most_ms is None else min(near, max(most_ms, fastest_ms))
 
 
 def best_in_order(
@@ -245,12 +248,9 @@ def best_in_order(
     Args:
         most_ms: a total that must not be exceeded, where one of them keeps it.
     """
-    totals = {c: ms for c, ms in totals_ms.items() if c.block_size * c.topk >= LEAST_BUDGET_TOKENS}
+    totals = {c: ms for c, ms in totals_ms.items() if may_be_chosen(c)}
     if not totals:
         return None
-    fastest = min(totals.values())
-    limit = NEAR_FASTEST * fastest
-    if most_ms is not None:
-        limit = min(limit, max(most_ms, fastest))
+    limit = limit_ms(min(totals.values()), most_ms)
     close = [c for c, ms in totals.items() if ms <= limit]
     return max(close, key=lambda c: (quality_order(c), -totals[c]))

@@ -4,13 +4,37 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
 
 from sparsify.errors import UsageError
 
-__all__ = ["AttentionShape", "ElementBytes", "Phase", "Workload"]
+__all__ = [
+    "BF16",
+    "MOST_BATCH",
+    "MOST_GPUS",
+    "MOST_TOKENS",
+    "AttentionShape",
+    "ElementBytes",
+    "Phase",
+    "Workload",
+    "check_count",
+]
 
+# Beyond these a number is a slip.
+MOST_TOKENS, MOST_BATCH, MOST_GPUS = 1 << 30, 1 << 20, 1 << 10
 # One bit, and complex numbers of double precision.
 LEAST_BYTES, MOST_BYTES = 0.125, 16
+
+
+def check_count(what: str, value: Any, most: int) -> None:
+    """Refuse what is no whole number from 1 to `most`.
+
+    Raises:
+        UsageError: it is not; `what` begins the sentence.
+    """
+    is_count = isinstance(value, int) and not isinstance(value, bool)
+    if not is_count or not 1 <= value <= most:
+        raise UsageError(f"{what} is {value!r:.40}; expected a whole number from 1 to {most:,}.")
 
 
 class Phase(StrEnum):
@@ -93,6 +117,9 @@ class ElementBytes:
                     f"The bytes of an element ({name}) are {value!r:.40}; expected a number from "
                     f"{LEAST_BYTES} to {MOST_BYTES}."
                 )
+
+
+BF16 = ElementBytes()
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,7 @@ __all__ = [
     "SensitivityRow",
     "Speedup",
     "StageSum",
+    "best_row",
 ]
 
 SCHEMA = 1
@@ -215,6 +217,13 @@ class Row:
             "gpu_bytes": self.gpu_memory_bytes,
             "fits": need.total_bytes <= self.gpu_memory_bytes,
         }
+
+
+def best_row(rows: Sequence[Row]) -> Row:
+    """The fastest configuration at the longest context, of which the verdict speaks."""
+    longest = max(row.context_tokens for row in rows)
+    at_longest = [row for row in rows if row.context_tokens == longest]
+    return max(at_longest, key=lambda row: row.end_to_end.speedup)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,13 +11,22 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from sparsify.cost_model.calibration import Calibration, load_calibration, packaged_calibration
+from sparsify.cost_model.calibration import Calibration, calibration_for
 from sparsify.cost_model.configuration import Configuration
+from sparsify.cost_model.efficiencies import SCALES
 from sparsify.cost_model.hardware import Gpu, load_gpu
 from sparsify.cost_model.model_shape import ModelShape
-from sparsify.cost_model.workload import ElementBytes, Phase
+from sparsify.cost_model.workload import (
+    BF16,
+    MOST_BATCH,
+    MOST_GPUS,
+    MOST_TOKENS,
+    ElementBytes,
+    Phase,
+    check_count,
+)
 from sparsify.errors import UsageError
-from sparsify.estimate_report import Estimate, Row, SensitivityRow
+from sparsify.estimate_report import Estimate, Row, SensitivityRow, best_row
 from sparsify.estimate_schemes import Scheme, schemes_of
 from sparsify.estimate_study import Study
 from sparsify.model_files import read_model
@@ -26,12 +35,9 @@ from sparsify.policy import Policy
 from sparsify.verdicts import assumptions_of, verdict_on, warnings_of
 from sparsify.versions import package_versions
 
-__all__ = ["CONTEXTS", "MOST_BATCH", "MOST_GPUS", "MOST_TOKENS", "SCALES", "estimate"]
+__all__ = ["CONTEXTS", "estimate"]
 
 CONTEXTS = (32_768, 131_072, 1_048_576)
-MOST_TOKENS, MOST_BATCH, MOST_GPUS = 1 << 30, 1 << 20, 1 << 10
-# How far off the efficiency of sparse kernels is tried.
-SCALES = (0.5, 1.0, 2.0)
 
 Source = ModelShape | str | Path | Mapping[str, Any]
 
@@ -82,11 +88,11 @@ def estimate(
         raise UsageError(
             f"element_bytes is a {type(element_bytes).__name__}; it must be an ElementBytes."
         )
-    sizes = element_bytes or ElementBytes()
+    sizes = element_bytes or BF16
     if index_bytes is not None:
         sizes = replace(sizes, index=index_bytes)
-    _check_count("The batch", batch, MOST_BATCH)
-    _check_count("tensor_parallel", tensor_parallel, MOST_GPUS)
+    check_count("The batch", batch, MOST_BATCH)
+    check_count("tensor_parallel", tensor_parallel, MOST_GPUS)
     study = Study(
         shape,
         device,
@@ -94,7 +100,7 @@ def estimate(
         batch,
         tensor_parallel,
         sizes,
-        _calibration(calibration, device),
+        calibration_for(device, calibration),
     )
     return _estimate(study, schemes_of(shape, policy), contexts)
 
@@ -106,14 +112,8 @@ def _contexts(context: int | Sequence[int]) -> tuple[int, ...]:
     if not given:
         raise UsageError("No context is given; expected one or several numbers of tokens.")
     for size in given:
-        _check_count("The context", size, MOST_TOKENS)
+        check_count("The context", size, MOST_TOKENS)
     return tuple(dict.fromkeys(given))
-
-
-def _check_count(what: str, value: Any, most: int) -> None:
-    is_count = isinstance(value, int) and not isinstance(value, bool)
-    if not is_count or not 1 <= value <= most:
-        raise UsageError(f"{what} is {value!r:.40}; expected a whole number from 1 to {most:,}.")
 
 
 def _phase(name: str) -> Phase:
@@ -124,12 +124,6 @@ def _phase(name: str) -> Phase:
         raise UsageError(f"The phase is {name!r:.40}; use one of {known}.") from None
 
 
-def _calibration(given: Calibration | str | Path | None, gpu: Gpu) -> Calibration | None:
-    if isinstance(given, Calibration):
-        return given
-    return packaged_calibration(gpu) if given is None else load_calibration(given, gpu)
-
-
 def _estimate(study: Study, schemes: Sequence[Scheme], contexts: Sequence[int]) -> Estimate:
     crossovers = [study.crossover(scheme) for scheme in schemes]
     rows = tuple(
@@ -137,11 +131,9 @@ def _estimate(study: Study, schemes: Sequence[Scheme], contexts: Sequence[int]) 
         for context in contexts
         for scheme, crossover in zip(schemes, crossovers, strict=True)
     )
-    longest = max(contexts)
-    at_longest = [row for row in rows if row.context_tokens == longest]
-    best = max(at_longest, key=lambda row: row.end_to_end.speedup)
+    best = best_row(rows)
     sensitivity = tuple(_sensitivity(study, schemes, contexts))
-    said = study.cost(longest, None).warnings
+    said = study.cost(best.context_tokens, None).warnings
     unverified = study.gpu.unverified_for(study.degree)
     warnings = warnings_of(study.model, rows, sensitivity, study.gpu, unverified)
     return Estimate(

@@ -17,8 +17,9 @@ from typing import Any
 from sparsify import planner
 from sparsify.cost_model.choosing import Choice
 from sparsify.cost_model.configuration import Configuration
+from sparsify.cost_model.efficiencies import SCALES
 from sparsify.cost_model.model_shape import ModelShape
-from sparsify.cost_model.search import LEAST_BUDGET_TOKENS, SCALES, Candidate
+from sparsify.cost_model.search import LEAST_BUDGET_TOKENS, Candidate
 from sparsify.cost_model.stages import runs_sparse
 from sparsify.cost_model.times import TimeEstimate
 from sparsify.errors import NothingToDoError, UsageError

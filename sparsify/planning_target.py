@@ -7,25 +7,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sparsify.cost_model.calibration import (
-    Calibration,
-    load_calibration,
-    packaged_calibration,
-)
+from sparsify.cost_model.calibration import Calibration, calibration_for
 from sparsify.cost_model.configuration import DENSE, Configuration
 from sparsify.cost_model.hardware import Gpu, load_gpu
 from sparsify.cost_model.model_cost import ModelCost, model_cost
 from sparsify.cost_model.model_shape import ModelShape
 from sparsify.cost_model.search import Situation
-from sparsify.cost_model.workload import AttentionShape, ElementBytes, Phase, Workload
+from sparsify.cost_model.workload import (
+    BF16,
+    MOST_BATCH,
+    MOST_GPUS,
+    MOST_TOKENS,
+    AttentionShape,
+    Phase,
+    Workload,
+    check_count,
+)
 from sparsify.errors import InfeasibleError, UsageError
 
 __all__ = ["Target"]
-
-# Keys and values are cached in two-byte numbers.
-BF16 = ElementBytes()
-# Beyond these a number is a slip.
-MOST = {"context": 1 << 30, "batch": 1 << 20, "tensor_parallel": 1 << 10}
 
 
 @dataclass(frozen=True)
@@ -61,19 +61,13 @@ class Target:
             UnknownGpuError: no figures are known for that GPU.
             UsageError: an impossible number, no such phase, or a wrong calibration.
         """
-        given = {"context": context_tokens, "batch": batch, "tensor_parallel": tensor_parallel}
-        for name, value in given.items():
-            whole = isinstance(value, int) and not isinstance(value, bool)
-            if not whole or not 1 <= value <= MOST[name]:
-                raise UsageError(
-                    f"{name} is {value!r:.40}; expected a whole number from 1 to {MOST[name]:,}."
-                )
+        check_count("context", context_tokens, MOST_TOKENS)
+        check_count("batch", batch, MOST_BATCH)
+        check_count("tensor_parallel", tensor_parallel, MOST_GPUS)
         if phase not in list(Phase):
             raise UsageError(f"Unknown phase {phase!r:.40}; use {', '.join(Phase)}.")
         found = load_gpu(gpu)
-        known = packaged_calibration(found)
-        if calibration is not None:
-            known = load_calibration(calibration, found)
+        known = calibration_for(found, calibration)
         workload = Workload.of(Phase(phase), context_tokens, batch)
         return cls(found, workload, tensor_parallel, known, model)
 

@@ -68,6 +68,7 @@ class Work:
 
     @cached_property
     def choices(self) -> list[planner.Choice]:
+        """What the policy says of each attention, and why."""
         choices = planner.apply_rules(self.policy, self.found)
         if self.policy.on_unproved == "error":
             planner.refuse_unproved(self.found, choices)
@@ -99,6 +100,7 @@ class Work:
 
     @cached_property
     def free_bytes(self) -> float | None:
+        """Memory for what sparse attention adds; None where the model is not known."""
         return self.target.free_bytes()
 
     @cached_property

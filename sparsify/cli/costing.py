@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING
 from sparsify import estimates
 from sparsify.cli.grouping import collapse
 from sparsify.cli.model_shapes import shape_of
-from sparsify.cost_model.calibration import Calibration, load_calibration, packaged_calibration
+from sparsify.cost_model.calibration import Calibration, calibration_for
 from sparsify.cost_model.configuration import DENSE, Configuration
 from sparsify.cost_model.explaining import Explanation, LayerCall, explain_layer
 from sparsify.cost_model.hardware import Gpu, load_gpu
 from sparsify.cost_model.times import Source
 from sparsify.cost_model.workload import Phase, Workload
 from sparsify.errors import UsageError
+from sparsify.estimate_report import best_row
 from sparsify.estimate_schemes import Scheme, schemes_of
 from sparsify.plans import Plan
 from sparsify.plots import CostCurves, CurvePoint, Range
@@ -33,7 +34,6 @@ __all__ = [
     "answer",
     "ask",
     "ask_again",
-    "best_row",
     "chosen_policy",
     "curves",
     "explanations",
@@ -96,11 +96,6 @@ def ask(
         UsageError: a file is missing or wrong.
     """
     device = load_gpu(gpu)
-    measured = (
-        packaged_calibration(device)
-        if calibration is None
-        else load_calibration(calibration, device)
-    )
     return Question(
         shape_of(model),
         device,
@@ -110,7 +105,7 @@ def ask(
         batch,
         tensor_parallel,
         element_bytes,
-        measured,
+        calibration_for(device, calibration),
     )
 
 
@@ -121,7 +116,7 @@ def ask_again(question: Question, gpu: str) -> Question:
         UnknownGpuError: no figures are known for it.
     """
     device = load_gpu(gpu)
-    return replace(question, gpu=device, calibration=packaged_calibration(device))
+    return replace(question, gpu=device, calibration=calibration_for(device))
 
 
 def answer(question: Question) -> Estimate:
@@ -144,16 +139,9 @@ def answer(question: Question) -> Estimate:
     )
 
 
-def best_row(found: Estimate) -> Row:
-    """The fastest configuration at the longest context, of which the verdict speaks."""
-    longest = max(row.context_tokens for row in found.rows)
-    rows = [row for row in found.rows if row.context_tokens == longest]
-    return max(rows, key=lambda row: row.end_to_end.speedup)
-
-
 def explanations(question: Question, found: Estimate) -> list[tuple[Explanation, str]]:
     """Dense attention and that of the verdict at the longest context, with the layers' names."""
-    best = best_row(found)
+    best = best_row(found.rows)
     scheme = _scheme_of(question, best.configuration)
     sparse = scheme.at(Workload.of(question.phase, best.context_tokens, question.batch))
     chosen = [layer for layer in question.model.full_attention_layers if layer.name in sparse]
@@ -194,7 +182,7 @@ def curves(question: Question, found: Estimate) -> CostCurves:
     Raises:
         UsageError: the policy makes nothing sparse.
     """
-    best = best_row(found)
+    best = best_row(found.rows)
     if not best.configuration.sparse:
         raise UsageError("Nothing is sparse under that policy, so there is nothing to draw.")
     grid = _grid(question.contexts, best.crossover_tokens)
@@ -253,7 +241,7 @@ def _range_means(row: Row) -> str:
 
 
 def _source(found: Estimate, question: Question) -> str:
-    best = best_row(found)
+    best = best_row(found.rows)
     names: dict[Source, list[str]] = {}
     for name, time in (("dense", best.dense.time), (best.label, best.sparse.time)):
         names.setdefault(time.source, []).append(name)
