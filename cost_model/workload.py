@@ -32,8 +32,8 @@ def check_count(what: str, value: Any, most: int) -> None:
     Raises:
         UsageError: it is not; `what` begins the sentence.
     """
-    is_count = isinstance(value, int) and not isinstance(value, bool)
-    if not is_count or not 1 <= value <= most:
+    count = value if isinstance(value, int) and not isinstance(value, bool) else 0
+    if not 1 <= count <= most:
         raise UsageError(f"{what} is {value!r:.40}; expected a whole number from 1 to {most:,}.")
 
 

@@ -10,7 +10,9 @@ Backward passes choose by these kernels and differentiate by the reference.
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -48,11 +50,30 @@ msa_attention = reference.msa_attention
 msa_attention_backward = reference.msa_attention_backward
 block_attention_backward = reference.block_attention_backward
 
-_OPS = ("moba_select", "moba_attention", "moba_attention_backward", "block_attention")
+_OPS = (
+    "moba_select",
+    "moba_attention",
+    "moba_attention_backward",
+    "block_attention",
+    "block_attention_backward",
+)
+_Run = TypeVar("_Run", bound=Callable[..., Any])
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _MOST_HEAD_DIM = 256
 _MOST_PLACES = 256
 _MOST_BLOCKS = 1 << 19
+
+
+def _on_its_device(run: _Run) -> _Run:
+    """Kernels start on the current device: make it the one of the first tensor."""
+
+    @functools.wraps(run)
+    def there(*args: Any, **options: Any) -> Any:
+        first = next(x for x in args if isinstance(x, Tensor))
+        with torch.cuda.device_of(first):  # type: ignore[no-untyped-call]
+            return run(*args, **options)
+
+    return cast(_Run, there)
 
 
 def unsupported(
@@ -66,6 +87,8 @@ def unsupported(
     """
     if name not in _OPS:
         return f"there are no Triton kernels for {name} yet"
+    if name == "block_attention_backward":
+        return None  # the reference's, whatever it is given
     tensors = [x for x in args if isinstance(x, Tensor) and x.dim() == 4]
     if any(x.dtype not in (*_DTYPES, torch.int32) for x in tensors):
         return "float64 has no tensor-core kernels"
@@ -84,6 +107,7 @@ def unsupported(
     return None
 
 
+@_on_its_device
 def moba_select(
     q: Tensor, k: Tensor, layout: Layout, block_means: Tensor | None, *, block_size: int, topk: int
 ) -> Tensor:
@@ -94,6 +118,7 @@ def moba_select(
     return _lists(q, k, layout, block_means, block_size, topk, call)
 
 
+@_on_its_device
 def block_attention(
     q: Tensor,
     k: Tensor,
@@ -113,6 +138,7 @@ def block_attention(
     return _listed(q, k, v, blocks, placement, block_size, scale, workspace_bytes)
 
 
+@_on_its_device
 def moba_attention(
     q: Tensor,
     k: Tensor,
@@ -142,6 +168,7 @@ def moba_attention(
     return forward.sparse(q, k, v, placement, shape, chooser, workspace)
 
 
+@_on_its_device
 def moba_attention_backward(
     grad_out: Tensor | None,
     grad_lse: Tensor | None,

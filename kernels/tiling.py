@@ -114,7 +114,7 @@ def _by_shape(block: int, widest: int, item_size: int, small: bool) -> Attention
     if item_size > 2:
         return AttentionTiles(False, 32, 32, 4, 1, 32, None, 32, 32, 4, 1)
     if widest > 128:
-        return AttentionTiles(False, 64, 32, 4, 2, 64, None, 64, 32, 4, 2)
+        return AttentionTiles(False, 64, 32, 4, 2, 64, None, 64, 32, 8, 2)
     if small:
         return AttentionTiles(True, 64, padded(block), 4, 1, 1024, None, 64, 64, 4, 3)
     if block < 1024:

@@ -190,8 +190,8 @@ def _combine_tile(
             top_M, sum_M, acc_MV, idx_ptr, part_ptr, stat_ptr, slice_head, i_M, inside_M,
             v_V, t_count, scale_log2, WIDTH, CHOSEN, V, M, VP, STAGES,
         )  # fmt: skip
-    o_MV = acc_MV / tl.where(sum_M == 0.0, 1.0, sum_M)[:, None]
-    o_MV = tl.where((bad_M > 0)[:, None], float("nan"), o_MV)
+    o_MV = tl.where((bad_M > 0)[:, None], float("nan"), acc_MV / sum_M[:, None])
+    o_MV = tl.where((sum_M == 0.0)[:, None], 0.0, o_MV)  # no key, or all logits -inf
     out = out_ptr + b * stride_ob + h * stride_oh + t_M.to(tl.int64)[:, None] * stride_ot
     tl.store(
         out + v_V[None, :] * stride_od,

@@ -125,10 +125,7 @@ def small_block_fwd_kernel(
         p_MN = tl.exp2((s_MN - _safe(top_M)[:, None]) * scale_log2)
         sum_M = tl.sum(p_MN, 1)
         o_MV = _dot(p_MN.to(v_NV.dtype), v_NV, EXACT_DOT)
-        if MASKED:
-            o_MV = o_MV / tl.where(sum_M == 0.0, 1.0, sum_M)[:, None]
-        else:
-            o_MV = o_MV * (1.0 / sum_M)[:, None]
+        o_MV = o_MV * (1.0 / tl.where(sum_M == 0.0, 1.0, sum_M))[:, None]
         row_M = (entry_M // WIDTH * CHOSEN + entry_M % WIDTH).to(tl.int64)
         o_at = parts + row_M[:, None] * V + v_V[None, :]
         _row_store(o_at, o_MV.to(part_ptr.dtype.element_ty), inside_M, v_V, V, VP)

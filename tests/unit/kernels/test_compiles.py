@@ -75,8 +75,9 @@ CASES = {
     "128/8 float32": lambda **at: case(128, 8, keys=8192, dtype=torch.float32, **at),
     "dense": lambda **at: case(32_768, 2, **at),
 }
-# Registers held down to run two programs at once; what does not fit goes to the stack.
-HELD_DOWN = {"4096/12 by TMA": 64}
+# Registers held down to run two programs at once, or masks beside everything else: what does not
+# fit goes to the stack.
+HELD_DOWN = {"4096/12 by TMA": 64, "128/8 masked": 64}
 TENSOR_CORES = ("128/8", "512/3", "512/3 by TMA", "4096/12", "4096/12 by TMA", "64/16 d64")
 
 
