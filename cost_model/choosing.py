@@ -15,12 +15,12 @@ from sparsify.cost_model.configuration import DENSE, Configuration
 from sparsify.cost_model.pareto import EPSILON, Group, Option, Point, front
 from sparsify.cost_model.search import (
     Candidate,
-    Situation,
     best_in_order,
     limit_ms,
     may_be_chosen,
     quality_order,
 )
+from sparsify.cost_model.situation import Situation
 from sparsify.cost_model.workload import AttentionShape
 
 __all__ = ["Choice", "FrontPoint", "Layer", "choose"]

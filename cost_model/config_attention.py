@@ -11,7 +11,7 @@ from sparsify.cost_model.workload import AttentionShape
 __all__ = ["attention_heads", "attention_layer"]
 
 
-def attention_heads(fields: Fields, family: Family, hidden: int) -> AttentionShape:
+def attention_heads(fields: Fields, hidden: int) -> AttentionShape:
     """Head counts and sizes.
 
     Raises:

@@ -7,22 +7,16 @@ from typing import Any
 
 import sympy
 
-from sparsify.cost_model.calibration import Calibration
 from sparsify.cost_model.configuration import DENSE, Configuration
 from sparsify.cost_model.counts import StageFormula, exact, values_of
 from sparsify.cost_model.efficiencies import SCALES, share_of_bound, share_of_speedup
 from sparsify.cost_model.hardware import UNITS, Gpu
-from sparsify.cost_model.layer_cost import (
-    LayerCost,
-    StageCost,
-    crossover_tokens,
-    layer_cost,
-    stage_efficiency,
-)
+from sparsify.cost_model.layer_cost import LayerCost, StageCost, stage_efficiency
 from sparsify.cost_model.pairs import ALIGNED, EXACT, Pairs
+from sparsify.cost_model.situation import Situation
 from sparsify.cost_model.stages import runs_sparse, stage_formulas
 from sparsify.cost_model.times import Source, TimeEstimate
-from sparsify.cost_model.workload import AttentionShape, ElementBytes, Phase, Workload
+from sparsify.cost_model.workload import AttentionShape, Phase, Workload
 
 __all__ = ["Explanation", "LayerCall", "PairsLine", "Sensitivity", "StageLine", "explain_layer"]
 
@@ -36,28 +30,21 @@ NAMED = Pairs(
 
 @dataclass(frozen=True)
 class LayerCall:
-    """One attention layer in one call on one GPU; arguments of `layer_cost`."""
+    """One attention layer in one call on one GPU."""
 
     shape: AttentionShape
-    workload: Workload
     configuration: Configuration
-    gpu: Gpu
-    element_bytes: ElementBytes
-    hidden_size: int | None = None
-    calibration: Calibration | None = None
+    situation: Situation
 
-    def cost(self, configuration: Configuration, scale: float = 1.0) -> LayerCost:
-        """Its cost, with another configuration or other efficiencies."""
-        return layer_cost(
-            self.shape,
-            self.workload,
-            configuration,
-            self.gpu,
-            element_bytes=self.element_bytes,
-            hidden_size=self.hidden_size,
-            calibration=self.calibration,
-            efficiency_scale=scale,
-        )
+    @property
+    def workload(self) -> Workload:
+        """The call."""
+        return self.situation.workload
+
+    @property
+    def gpu(self) -> Gpu:
+        """Where it runs."""
+        return self.situation.gpu
 
 
 @dataclass(frozen=True)
@@ -121,9 +108,14 @@ class Explanation:
 
 def explain_layer(call: LayerCall) -> Explanation:
     """The explanation of one layer with its configuration."""
-    cost = call.cost(call.configuration)
+    situation = call.situation
+    cost = situation.cost(call.shape, call.configuration)
     values = values_of(
-        call.shape, call.workload, call.configuration, call.element_bytes, call.hidden_size
+        call.shape,
+        call.workload,
+        call.configuration,
+        situation.element_bytes,
+        situation.hidden_size,
     )
     formulas = stage_formulas(call.configuration, call.workload, NAMED)
     by_name = {formula.name: formula for formula in formulas}
@@ -149,11 +141,10 @@ def _stage(call: LayerCall, cost: StageCost, formula: StageFormula, total: float
 
 def _basis(call: LayerCall, cost: StageCost, formula: StageFormula) -> str:
     """Where the efficiency of a stage comes from."""
-    if cost.time.source is Source.CALIBRATED and call.calibration is not None:
-        width = call.element_bytes.index if formula.on_index else call.element_bytes.key
-        entry = stage_efficiency(
-            call.calibration, cost.family, call.shape, call.configuration, width
-        )
+    calibration, elements = call.situation.calibration, call.situation.element_bytes
+    if cost.time.source is Source.CALIBRATED and calibration is not None:
+        width = elements.index if formula.on_index else elements.key
+        entry = stage_efficiency(calibration, cost.family, call.shape, call.configuration, width)
         if entry is not None:
             kernel = f"{entry.kernel}, " if entry.kernel else ""
             return (
@@ -187,7 +178,7 @@ def _pairs(call: LayerCall, values: dict[Any, Any]) -> list[PairsLine]:
 
 def _figures(call: LayerCall, cost: LayerCost) -> tuple[tuple[str, float, str, str], ...]:
     """Figures of the GPU that the bounds are made of."""
-    elements, gpu = call.element_bytes, call.gpu
+    elements, gpu = call.situation.element_bytes, call.gpu
     names = ["bf16_dense_tflops", "memory_bandwidth_gbs"]
     if min(elements.query, elements.key, elements.value, elements.index) <= 1:
         names.append("fp8_dense_tflops")
@@ -203,21 +194,12 @@ def _figures(call: LayerCall, cost: LayerCost) -> tuple[tuple[str, float, str, s
 def _sensitivity(call: LayerCall) -> tuple[Sensitivity, ...]:
     if not runs_sparse(call.configuration, call.workload):
         return ()
-    dense_ms = call.cost(DENSE).time.expected_ms
+    dense_ms = call.situation.cost(call.shape, DENSE).time.expected_ms
     lines = []
     for scale in SCALES:
-        time = call.cost(call.configuration, scale).time
-        crossover = crossover_tokens(
-            call.shape,
-            call.configuration,
-            call.gpu,
-            phase=call.workload.phase,
-            batch=call.workload.batch,
-            element_bytes=call.element_bytes,
-            hidden_size=call.hidden_size,
-            calibration=call.calibration,
-            efficiency_scale=scale,
-        )
+        scaled = call.situation.scaled(scale)
+        time = scaled.cost(call.shape, call.configuration).time
+        crossover = scaled.threshold_tokens(call.shape, call.configuration)
         lines.append(Sensitivity(scale, time, dense_ms / time.expected_ms, crossover))
     return tuple(lines)
 

@@ -126,7 +126,7 @@ def _layer(
     elif kind.kind == "feed_forward":
         mixer = LayerShape(name, "feed_forward")
     else:
-        heads = attention_heads(fields, family, hidden)
+        heads = attention_heads(fields, hidden)
         mixer = attention_layer(fields, family, heads, hidden, name=name, kind=kind)
     norms = family.norms * hidden * (2 if family.norm_bias else 1)
     return replace(

@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 from sparsify.cost_model.calibration import Calibration
 from sparsify.cost_model.configuration import DENSE, Configuration
 from sparsify.cost_model.hardware import Gpu
-from sparsify.cost_model.layer_cost import LayerCost, StageCost, layer_cost
+from sparsify.cost_model.layer_cost import LayerCost, StageCost
 from sparsify.cost_model.linear_cost import Operation, all_reduce, matrix_product, memory_read
 from sparsify.cost_model.model_shape import LayerShape, ModelShape
+from sparsify.cost_model.situation import Situation
 from sparsify.cost_model.times import TimeEstimate
 from sparsify.cost_model.workload import AttentionShape, ElementBytes, Phase, Workload
 from sparsify.pair_counts import attended_pairs, dense_pairs
@@ -134,16 +135,15 @@ class LayerPricer:
     def _layer_cost(
         self, shape: AttentionShape, workload: Workload, configuration: Configuration
     ) -> LayerCost:
-        return layer_cost(
-            shape,
-            workload,
-            configuration,
+        situation = Situation(
             self.gpu,
-            element_bytes=self.element_bytes,
-            hidden_size=self.model.hidden_size,
-            calibration=self.calibration,
-            efficiency_scale=self.efficiency_scale,
+            workload,
+            self.calibration,
+            self.element_bytes,
+            self.model.hidden_size,
+            self.efficiency_scale,
         )
+        return situation.cost(shape, configuration)
 
     def _window(self, shape: AttentionShape, window: int) -> LayerCost:
         """Dense attention over the last `window` keys: its pairs at the rate of dense attention."""

@@ -11,10 +11,10 @@ from typing import Any
 from sparsify.cost_model.calibration import Calibration
 from sparsify.cost_model.configuration import DENSE, Configuration
 from sparsify.cost_model.hardware import Gpu
-from sparsify.cost_model.layer_cost import crossover_tokens
 from sparsify.cost_model.limits import speedup_limit
 from sparsify.cost_model.model_cost import ModelCost, model_cost
 from sparsify.cost_model.model_shape import LayerShape, ModelShape
+from sparsify.cost_model.situation import Situation
 from sparsify.cost_model.workload import ElementBytes, Phase, Workload
 from sparsify.estimate_report import AttentionCost, EndToEnd, Row, Speedup, StageSum
 from sparsify.estimate_schemes import Scheme
@@ -86,17 +86,15 @@ class Study:
             (layer.attention, scheme.by_name[layer.name])
             for layer in scheme.sparse_layers(self.model)
         )
+        situation = Situation(
+            self.gpu,
+            self.call(1),  # the context is what is looked for
+            self.calibration,
+            self.element_bytes,
+            self.model.hidden_size,
+        )
         found = [
-            crossover_tokens(
-                shape.sharded(self.degree),
-                configuration,
-                self.gpu,
-                phase=self.phase,
-                batch=self.batch,
-                element_bytes=self.element_bytes,
-                hidden_size=self.model.hidden_size,
-                calibration=self.calibration,
-            )
+            situation.threshold_tokens(shape.sharded(self.degree), configuration)
             for shape, configuration in layers
             if shape is not None
         ]

@@ -12,7 +12,7 @@ from sparsify.cost_model.configuration import DENSE, Configuration
 from sparsify.cost_model.hardware import Gpu, load_gpu
 from sparsify.cost_model.model_cost import ModelCost, model_cost
 from sparsify.cost_model.model_shape import ModelShape
-from sparsify.cost_model.search import Situation
+from sparsify.cost_model.situation import Situation
 from sparsify.cost_model.workload import (
     BF16,
     MOST_BATCH,

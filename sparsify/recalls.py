@@ -117,14 +117,14 @@ def _losses(call: SiteCall, configurations: Sequence[Configuration]) -> dict[Con
     sums = dict.fromkeys(configurations, 0.0)
     counts = dict.fromkeys(configurations, 0)
     for rows in _row_runs(call.q.shape[2]):
-        sparse = [c for c in configurations if c.block_size * c.topk < rows.stop]
+        sparse = [c for c in configurations if c.budget_tokens < rows.stop]
         if not sparse:
             continue
         part = _part(call, rows)
         mass_HRS = _mass(part, rows)
         by_size = {size: _by_block(mass_HRS, size) for size in {c.block_size for c in sparse}}
         for c in sparse:
-            first = max(c.block_size * c.topk - rows.start, 0)
+            first = max(c.budget_tokens - rows.start, 0)
             kept_HR = _kept(part, by_size[c.block_size], c)[:, first:]
             sums[c] += float(kept_HR.sum())
             counts[c] += kept_HR.numel()

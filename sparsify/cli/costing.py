@@ -13,6 +13,7 @@ from sparsify.cost_model.calibration import Calibration, calibration_for
 from sparsify.cost_model.configuration import DENSE, Configuration
 from sparsify.cost_model.explaining import Explanation, LayerCall, explain_layer
 from sparsify.cost_model.hardware import Gpu, load_gpu
+from sparsify.cost_model.situation import Situation
 from sparsify.cost_model.times import Source
 from sparsify.cost_model.workload import Phase, Workload
 from sparsify.errors import UsageError
@@ -165,12 +166,14 @@ def _explained(
     assert shape is not None
     call = LayerCall(
         shape.sharded(question.tensor_parallel),
-        Workload.of(question.phase, row.context_tokens, question.batch),
         configuration,
-        question.gpu,
-        question.element_bytes,
-        question.model.hidden_size,
-        question.calibration,
+        Situation(
+            question.gpu,
+            Workload.of(question.phase, row.context_tokens, question.batch),
+            question.calibration,
+            question.element_bytes,
+            question.model.hidden_size,
+        ),
     )
     names = [layer.name for layer in layers if layer.attention == shape]
     return explain_layer(call), collapse(names)

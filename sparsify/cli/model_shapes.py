@@ -30,12 +30,11 @@ def shape_of(spec: str) -> ModelShape:
 def _captured(spec: str) -> ModelShape:
     with streams.progress(stages=3) as say:
         from sparsify import api
-        from sparsify.graph_shape import graph_shape
+        from sparsify.inspections import captured_shape
         from sparsify.sources import load_model
 
         loaded = load_model(spec, with_tokenizer=False, progress=say)
         found = api.inspect(
             loaded.model, loaded.args, loaded.kwargs, name=loaded.name, progress=say
         )
-        captured = found.programs[0].captured
-        return graph_shape(captured, found.sites, found.refusals, name=found.model)
+        return captured_shape(found)

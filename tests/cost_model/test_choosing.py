@@ -6,7 +6,8 @@ import pytest
 
 from sparsify.cost_model.choosing import Layer, choose
 from sparsify.cost_model.configuration import DENSE, Configuration
-from sparsify.cost_model.search import NEAR_FASTEST, Situation, candidates
+from sparsify.cost_model.search import NEAR_FASTEST, candidates
+from sparsify.cost_model.situation import Situation
 from sparsify.cost_model.workload import AttentionShape, Phase, Workload
 from tests._util.plan_gpus import make_gpu
 

@@ -6,15 +6,16 @@ import sympy
 from sparsify.cost_model.configuration import DENSE, PUBLISHED
 from sparsify.cost_model.explaining import LayerCall, explain_layer
 from sparsify.cost_model.hardware import load_gpu
-from sparsify.cost_model.workload import AttentionShape, ElementBytes, Phase, Workload
+from sparsify.cost_model.situation import Situation
+from sparsify.cost_model.workload import BF16, AttentionShape, ElementBytes, Phase, Workload
 
 SHAPE = AttentionShape(32, 8, 128, 128)
 
 
-def call(configuration, phase=Phase.PREFILL, context=32_768, **more):
-    workload = Workload.of(phase, context, more.pop("batch", 1))
-    elements = more.pop("elements", ElementBytes())
-    return LayerCall(SHAPE, workload, configuration, load_gpu("h200"), elements, 4096, **more)
+def call(configuration, phase=Phase.PREFILL, context=32_768, batch=1, elements=BF16):
+    workload = Workload.of(phase, context, batch)
+    situation = Situation(load_gpu("h200"), workload, None, elements, 4096)
+    return LayerCall(SHAPE, configuration, situation)
 
 
 @pytest.mark.parametrize("phase", list(Phase))
@@ -71,8 +72,8 @@ def test_figures_carry_their_sources():
     assert "l2_bandwidth_gbs" not in {name for name, *_ in explain_layer(call(DENSE)).figures}
     fp8 = explain_layer(call(DENSE, elements=ElementBytes(key=1))).figures
     assert "fp8_dense_tflops" in {name for name, *_ in fp8} - set(figures)
-    h100 = LayerCall(SHAPE, Workload.of(Phase.DECODE, 4096), DENSE, load_gpu("h100-nvl"),
-                     ElementBytes())  # fmt: skip
+    situation = Situation(load_gpu("h100-nvl"), Workload.of(Phase.DECODE, 4096))
+    h100 = LayerCall(SHAPE, DENSE, situation)
     names = {name: source for name, _, _, source in explain_layer(h100).figures}
     assert names["bf16_dense_tflops"].startswith("unverified: ") and "l2_bandwidth_gbs" not in names
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import networkx as nx
 import pytest
 
-from sparsify.cost_model import model_layers
+from sparsify.cost_model import situation
 from sparsify.cost_model.calibration import Calibration, FamilyEfficiency
 from sparsify.cost_model.configuration import DENSE, PUBLISHED, Configuration
 from sparsify.cost_model.hardware import load_gpu
@@ -170,13 +170,13 @@ def test_the_graph_of_one_operation_less_is_shorter():
 
 def test_alike_layers_are_costed_once(monkeypatch):
     calls = []
-    real = model_layers.layer_cost
+    real = situation.layer_cost
 
     def counting(*args, **kwargs):
         calls.append(args)
         return real(*args, **kwargs)
 
-    monkeypatch.setattr(model_layers, "layer_cost", counting)
+    monkeypatch.setattr(situation, "layer_cost", counting)
     names = [layer.name for layer in model("minimax-m3-text").layers]
     model_cost(model("minimax-m3-text"), prefill(2**15), dict.fromkeys(names[5:], PROXY), H200)
     assert len(calls) == 3  # dense with an MLP, dense with experts, sparse with experts

@@ -6,7 +6,6 @@ from sparsify.cost_model.configuration import DENSE, Configuration
 from sparsify.cost_model.search import (
     LEAST_BUDGET_TOKENS,
     NEAR_FASTEST,
-    Situation,
     best_in_order,
     candidates,
     examine,
@@ -14,6 +13,7 @@ from sparsify.cost_model.search import (
     obstacles,
     quality_order,
 )
+from sparsify.cost_model.situation import Situation
 from sparsify.cost_model.workload import AttentionShape, Phase, Workload
 from tests._util.plan_gpus import make_gpu
 
