@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from sparsify.cli import render_plan, streams
-from sparsify.cli.cost_options import Calibrated, PhaseName
+from sparsify.cli.cost_options import Batch, Calibrated, PhaseName
 from sparsify.cli.gpus import tell_variants
 from sparsify.cli.options import (
     DType,
@@ -56,7 +56,7 @@ def plan(
     phase: Annotated[
         PhaseName | None, typer.Option("--phase", help="What the model does; prefill by default.")
     ] = None,
-    batch: Annotated[str, typer.Option("--batch", metavar="N", help="Sequences at a time.")] = "1",
+    batch: Batch = "1",
     prompts: Annotated[
         Path | None,
         typer.Option(
@@ -88,18 +88,8 @@ def plan(
     given["--calibration"] = calibration
     check_given(MODEL=model, **given)
     check_settings()
-    from sparsify.gpu_plans import Request
-
     wanted = _policy(policy)
-    request = Request(
-        gpu,
-        None if context is None else parse_size(context, "--context"),
-        parse_whole(batch, "--batch"),
-        None if phase is None else str(phase),
-        parse_whole(tensor_parallel, "--tensor-parallel"),
-        None if min_speedup is None else _factor(min_speedup),
-        calibration,
-    )
+    request = _request(gpu, context, batch, phase, tensor_parallel, min_speedup, calibration)
     request.target(wanted, None)  # what is wrong with it is said before long work
     if gpu is not None:
         tell_variants(gpu)
@@ -108,14 +98,41 @@ def plan(
         check_target(output, force=force, directory=False)
     done = _work(model, wanted, request, texts, dtype.value)
     if output is not None:
-        text = json_module.dumps(done.plan.to_json(), indent=2, ensure_ascii=False, allow_nan=False)
-        write_text(output, text + "\n", force=force)
+        _write(done, output, force)
     if json:
         streams.show_json(done.to_json())
     else:
         streams.show(*render_plan.planned(done))
         streams.show(f"written to {output}" if output else "nothing was written; -o FILE does")
     return 0
+
+
+def _request(
+    gpu: str | None,
+    context: str | None,
+    batch: str,
+    phase: PhaseName | None,
+    tensor_parallel: str,
+    min_speedup: str | None,
+    calibration: str | None,
+) -> Request:
+    """What the options ask for, their texts read."""
+    from sparsify.gpu_plans import Request
+
+    return Request(
+        gpu,
+        None if context is None else parse_size(context, "--context"),
+        parse_whole(batch, "--batch"),
+        None if phase is None else str(phase),
+        parse_whole(tensor_parallel, "--tensor-parallel"),
+        None if min_speedup is None else _factor(min_speedup),
+        calibration,
+    )
+
+
+def _write(done: Planned, output: Path, force: bool) -> None:
+    text = json_module.dumps(done.plan.to_json(), indent=2, ensure_ascii=False, allow_nan=False)
+    write_text(output, text + "\n", force=force)
 
 
 def _policy(name: str | None) -> Policy:
