@@ -25,6 +25,7 @@ from sparsify.cost_model.roofline import (
     wave_factor,
 )
 from sparsify.cost_model.stages import (
+    cache_write_bytes,
     index_cache_bytes,
     kv_cache_bytes,
     runs_sparse,
@@ -72,12 +73,14 @@ class StageCost:
 
 @dataclass(frozen=True)
 class LayerCost:
-    """One attention layer; caches are those of the layer at the end of the call."""
+    """One attention layer; caches are those of the layer at the end of the call, and
+    `cache_write_bytes` what the call adds to them."""
 
     configuration: Configuration
     stages: tuple[StageCost, ...]
     kv_cache_bytes: int
     index_cache_bytes: int
+    cache_write_bytes: int = 0
 
     @property
     def flops(self) -> int:
@@ -182,6 +185,7 @@ def layer_cost(
         ),
         math.ceil(exact(kv_cache_bytes(), values)),
         math.ceil(exact(index_cache_bytes(configuration), values)),
+        math.ceil(exact(cache_write_bytes(configuration), values)),
     )
 
 

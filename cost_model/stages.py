@@ -19,9 +19,32 @@ from sparsify.cost_model.counts import StageFormula
 from sparsify.cost_model.pairs import EXACT, Pairs
 from sparsify.cost_model.workload import Phase, Workload
 
-__all__ = ["index_cache_bytes", "known_families", "kv_cache_bytes", "runs_sparse", "stage_formulas"]
+__all__ = [
+    "cache_write_bytes",
+    "index_cache_bytes",
+    "known_families",
+    "kv_cache_bytes",
+    "runs_sparse",
+    "stage_formulas",
+]
 
 Stages = tuple[StageFormula, ...]
+
+# What only serves the choice of blocks; with the own block alone there is nothing to choose.
+CHOOSING = frozenset(
+    [
+        "copy",
+        "gemm",
+        "moba_decode_gate",
+        "moba_gate",
+        "moba_means",
+        "msa_decode_index",
+        "msa_index",
+        "msa_index_loss",
+        "msa_topk",
+        "reverse_index",
+    ]
+)
 
 
 def runs_sparse(configuration: Configuration, workload: Workload) -> bool:
@@ -36,13 +59,16 @@ def stage_formulas(
     """The stages of one attention layer, in order."""
     sparse = runs_sparse(configuration, workload)
     short = workload.new_tokens < counts_msa.SHORT_QUERIES
-    return _formulas(
+    stages = _formulas(
         configuration.method if sparse else "dense",
         configuration.indexer == "learned",
         workload.phase,
         short,
         pairs,
     )
+    if configuration.topk == 1 and configuration.local == "inside":
+        return tuple(stage for stage in stages if stage.family not in CHOOSING)
+    return stages
 
 
 @functools.lru_cache(maxsize=64)
@@ -101,3 +127,14 @@ def index_cache_bytes(configuration: Configuration) -> sympy.Expr:
     if configuration.method == "moba" and configuration.decode == "sparse":
         return counts_moba.means_bytes()
     return sympy.Integer(0)
+
+
+def cache_write_bytes(configuration: Configuration) -> sympy.Expr:
+    """What a call adds to the caches of one layer; the projections before it write it."""
+    kv = s.BATCH_SEQUENCES * s.NEW_TOKENS * counts_dense.kv_row_bytes()
+    index = index_cache_bytes(configuration)
+    return (
+        kv
+        + index
+        - index.xreplace({s.PREFIX_TOKENS: sympy.Integer(0), s.NEW_TOKENS: s.PREFIX_TOKENS})
+    )

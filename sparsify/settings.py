@@ -43,7 +43,7 @@ def impl() -> str:
 
 
 def triton_interpreted() -> bool:
-    """Whether Triton runs its kernels in its interpreter, on the CPU (triton's TRITON_INTERPRET)."""
+    """Whether Triton interprets its kernels on the CPU (TRITON_INTERPRET of triton)."""
     return os.environ.get("TRITON_INTERPRET", "").strip().lower() in ("1", "true", "on", "yes", "y")
 
 

@@ -11,7 +11,12 @@ from sparsify.cost_model.configuration import DENSE, PUBLISHED, Configuration
 from sparsify.cost_model.counts import counted, exact, values_of
 from sparsify.cost_model.counts_moba import read_in_decode
 from sparsify.cost_model.pairs import ALIGNED, EXACT
-from sparsify.cost_model.stages import index_cache_bytes, kv_cache_bytes, stage_formulas
+from sparsify.cost_model.stages import (
+    cache_write_bytes,
+    index_cache_bytes,
+    kv_cache_bytes,
+    stage_formulas,
+)
 from sparsify.cost_model.workload import AttentionShape, ElementBytes, Phase, Workload
 from sparsify.pair_counts import attended_pairs, dense_pairs
 
@@ -199,3 +204,22 @@ def test_few_queries_run_query_by_query():
     pairs = attended_pairs(512, 2**17 + 512, 128, 16)
     assert stages(PUBLISHED[-1], few)["attention"].l2_bytes == pairs * 4 * 256 * 2
     assert "combine" in stages(PUBLISHED[-1], many)
+
+
+@pytest.mark.parametrize("configuration", (DENSE, *PUBLISHED), ids=lambda c: c.label)
+def test_chunks_write_the_caches_once(configuration):
+    def caches(workload, formula):
+        return exact(formula, values_of(M3, workload, configuration, BF16))
+
+    whole = prefill(5000)
+    held = kv_cache_bytes() + index_cache_bytes(configuration)
+    written = cache_write_bytes(configuration)
+    chunks = [prefill(1700), prefill(1700, prefix=1700), prefill(1600, prefix=3400)]
+    assert sum(caches(chunk, written) for chunk in chunks) == caches(whole, held)
+
+
+@pytest.mark.parametrize("configuration", PUBLISHED, ids=lambda c: c.label)
+def test_with_the_own_block_alone_nothing_is_chosen(configuration):
+    alone = dataclasses.replace(configuration, topk=1)
+    assert stages(alone, prefill(5000)).keys() == {"attention", "combine"}
+    assert len(stages(configuration, prefill(5000))) > 2

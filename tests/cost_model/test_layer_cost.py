@@ -113,20 +113,19 @@ def test_no_speedup_is_promised_beyond_the_bound_or_the_share(configuration, sha
 @pytest.mark.parametrize("phase", [Phase.PREFILL, Phase.DECODE])
 def test_more_blocks_than_there_are_cost_nothing_more(phase):
     """A bound is one for every kernel, also where top-k goes beyond the context."""
-    for tokens, blocks in ((4096, 1), (32_768, 8), (32_769, 9)):
+    for tokens, blocks in ((8192, 2), (32_768, 8), (32_769, 9)):
         call = Workload.of(phase, tokens)
         few, many = (
             layer_cost(LLAMA_8B, call, Configuration("moba", 4096, topk), H200)
             for topk in (blocks, 1000)
         )
         assert few.stages == many.stages
-    one = layer_cost(
-        LLAMA_8B, Workload.of(phase, 4096), Configuration("msa", 8192, 9, "proxy"), H200
+    call = Workload.of(phase, 4096)
+    three, nine = (
+        layer_cost(LLAMA_8B, call, Configuration("msa", 8192, topk, "proxy"), H200)
+        for topk in (3, 9)
     )
-    two = layer_cost(
-        LLAMA_8B, Workload.of(phase, 4096), Configuration("msa", 8192, 1, "proxy"), H200
-    )
-    assert one.stages == two.stages
+    assert three.stages == nine.stages
 
 
 def test_short_contexts_cost_launches_not_guesses():
