@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -99,6 +100,8 @@ def first_products(
 
 @dataclass(frozen=True)
 class _Weight:
+    """A parameter as an operand: `chosen` when rows of a stack were taken of it."""
+
     state: str
     count: int
     shape: tuple[int, ...]
@@ -126,18 +129,15 @@ def _weight(captured: Captured, node: Node) -> _Weight | None:
     if not all(getattr(size, "is_Integer", False) for size in sizes):
         return None
     numbers = tuple(int(size) for size in sizes)
-    count = 1
-    for size in numbers:
-        count *= size
-    return _Weight(captured.parameters[node.name], count, numbers, chosen)
+    return _Weight(captured.parameters[node.name], math.prod(numbers), numbers, chosen)
 
 
-def _operands(captured: Captured, node: Node) -> Iterator[tuple[int, Node, _Weight]]:
+def _operands(captured: Captured, node: Node) -> Iterator[tuple[Node, _Weight]]:
     """Operands that are weights: not biases, which have one axis."""
-    for place, source in enumerate(node.all_input_nodes):
+    for source in node.all_input_nodes:
         weight = _weight(captured, source)
         if weight is not None and len(weight.shape) > 1 and weight.count:
-            yield place, source, weight
+            yield source, weight
 
 
 def _product(
@@ -146,15 +146,13 @@ def _product(
     found = next(_operands(captured, node), None)
     if found is None:
         return None
-    _, source, weight = found
+    source, weight = found
     is_stack = len(weight.shape) == 3 and (weight.chosen or op_name(node) in _GROUPED)
     experts = weight.shape[0] if is_stack else 1
     contracted = _contracted(node, source, weight)
     if contracted is None:
         return None
-    produced = 1
-    for size in shape_of(node):
-        produced *= size
+    produced = math.prod(shape_of(node))
     one = weight.count / experts
     short, long = (measure(produced) * contracted / one / measure(tokens) for measure in measures)
     return Product(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from sparsify.cost_model.calibration import Calibration, calibration_for
 from sparsify.cost_model.configuration import DENSE, Configuration
@@ -24,6 +23,7 @@ from sparsify.cost_model.workload import (
     check_count,
 )
 from sparsify.errors import InfeasibleError, UsageError
+from sparsify.ir import HeadLayout
 
 __all__ = ["Target"]
 
@@ -77,8 +77,8 @@ class Target:
         hidden = None if self.model is None else self.model.hidden_size
         return Situation(self.gpu, self.workload, self.calibration, BF16, hidden)
 
-    def shape(self, heads: Any) -> AttentionShape:
-        """One GPU's share of an attention; `heads` has counts and sizes.
+    def shape(self, heads: HeadLayout) -> AttentionShape:
+        """One GPU's share of an attention.
 
         Raises:
             UsageError: the heads cannot be split over that many GPUs.

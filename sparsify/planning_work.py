@@ -179,24 +179,19 @@ class Work:
         saved = 0.0
         for site in self.open_sites:
             if site.key in self.fixed and self.fixed[site.key].usable:
-                configuration = self.fixed[site.key].configuration
-                cost = self.target.situation.scaled(scale).cost(site.shape, configuration)
-                saved += self.dense_times[site.shape].expected_ms - cost.time.expected_ms
+                saved += self._saved_ms(site, scale)
         return self.dense.expected_ms - auto - saved
 
     def fixed_saves(self, scale: float) -> bool:
         """Whether what the policy names is faster than dense, all its layers together."""
-        situation = self.target.situation.scaled(scale)
-        return (
-            any(self.fixed)
-            and sum(
-                self.dense_times[site.shape].expected_ms
-                - situation.cost(site.shape, self.fixed[site.key].configuration).time.expected_ms
-                for site in self.open_sites
-                if site.key in self.fixed
-            )
-            > 0
-        )
+        fixed = (site for site in self.open_sites if site.key in self.fixed)
+        return sum(self._saved_ms(site, scale) for site in fixed) > 0
+
+    def _saved_ms(self, site: OpenSite, scale: float) -> float:
+        """What the policy's own configuration saves there; below 0 where it is slower."""
+        configuration = self.fixed[site.key].configuration
+        cost = self.target.situation.scaled(scale).cost(site.shape, configuration)
+        return self.dense_times[site.shape].expected_ms - cost.time.expected_ms
 
     def choice(self, scale: float = 1.0) -> Choice | None:
         """What the cost model chooses, if sparse kernels are so many times as efficient."""

@@ -18,6 +18,7 @@ __all__ = [
     "Json",
     "Model",
     "check_given",
+    "check_settings",
     "is_within",
     "parse_size",
     "parse_sizes",
@@ -72,7 +73,7 @@ def check_given(**values: str | None) -> None:
 
 
 def parse_whole(text: str, what: str) -> int:
-    """A whole number; its range is judged by the policy.
+    """A whole number; its range is judged by what takes it.
 
     Raises:
         UsageError: anything else.

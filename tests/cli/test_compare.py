@@ -4,9 +4,7 @@ import json
 
 import pytest
 
-from tests._util.commands import ROOT
-
-LLAMA = ROOT / "tests" / "cost_model" / "configs" / "llama-3.1-8b.json"
+from tests._util.published_models import LLAMA
 
 
 def test_a_row_per_gpu_and_configuration(cli):

@@ -8,11 +8,9 @@ import time
 
 import pytest
 
-from tests._util.commands import ROOT, environment
+from tests._util.commands import environment
+from tests._util.published_models import LLAMA, QWEN
 
-CONFIGS = ROOT / "tests" / "cost_model" / "configs"
-LLAMA = CONFIGS / "llama-3.1-8b.json"
-QWEN = CONFIGS / "qwen3-32b.json"
 BLOCKED = """
 import sys
 for name in ("torch", "transformers", "triton", "onnx", "matplotlib"):

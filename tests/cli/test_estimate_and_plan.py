@@ -5,9 +5,9 @@ import time
 
 import pytest
 
-from tests._util.commands import ROOT
+from tests._util import published_models
 
-CONFIGS = sorted((ROOT / "tests" / "cost_model" / "configs").glob("*.json"))
+CONFIGS = sorted(published_models.CONFIGS.glob("*.json"))
 CONTEXTS = ("32k", "128k", "1m")
 MOST_S = 5
 
