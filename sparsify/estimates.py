@@ -75,22 +75,10 @@ def estimate(
         UnknownGpuError: no figures are known for the GPU.
         NothingToDoError: the model has no full attention.
     """
-    if not isinstance(model, ModelShape | str | Path | Mapping):
-        raise UsageError(
-            f"model is a {type(model).__name__}; it must be a path, an id or the fields of a "
-            "config.",
-            "sparsify.estimate takes modules, too.",
-        )
-    shape = model if isinstance(model, ModelShape) else read_model(model)
+    shape = _shape_of(model)
     device = gpu if isinstance(gpu, Gpu) else load_gpu(gpu)
     contexts = _contexts(context)
-    if not isinstance(element_bytes, ElementBytes | None):
-        raise UsageError(
-            f"element_bytes is a {type(element_bytes).__name__}; it must be an ElementBytes."
-        )
-    sizes = element_bytes or BF16
-    if index_bytes is not None:
-        sizes = replace(sizes, index=index_bytes)
+    sizes = _sizes(element_bytes, index_bytes)
     check_count("The batch", batch, MOST_BATCH)
     check_count("tensor_parallel", tensor_parallel, MOST_GPUS)
     study = Study(
@@ -103,6 +91,27 @@ def estimate(
         calibration_for(device, calibration),
     )
     return _estimate(study, schemes_of(shape, policy), contexts)
+
+
+def _shape_of(model: Source) -> ModelShape:
+    if isinstance(model, ModelShape):
+        return model
+    if not isinstance(model, str | Path | Mapping):
+        raise UsageError(
+            f"model is a {type(model).__name__}; it must be a path, an id or the fields of a "
+            "config.",
+            "sparsify.estimate takes modules, too.",
+        )
+    return read_model(model)
+
+
+def _sizes(element_bytes: ElementBytes | None, index_bytes: float | None) -> ElementBytes:
+    if not isinstance(element_bytes, ElementBytes | None):
+        raise UsageError(
+            f"element_bytes is a {type(element_bytes).__name__}; it must be an ElementBytes."
+        )
+    sizes = element_bytes or BF16
+    return sizes if index_bytes is None else replace(sizes, index=index_bytes)
 
 
 def _contexts(context: int | Sequence[int]) -> tuple[int, ...]:
