@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
 
-from sparsify.cli.render import open_table
+from sparsify.cli.fitting import Fitting, number_table
 from sparsify.cli.units import gigabytes, milliseconds
 
 if TYPE_CHECKING:
@@ -24,7 +24,9 @@ def attention(
     question: Question, rows: Sequence[AttentionRow], about: dict[str, Any]
 ) -> list[RenderableType]:
     """Dense kernels, the op, and its stages, per context."""
-    out = open_table(">context", "what", ">p50 ms", ">p95 ms", ">p99 ms", ">speed-up", ">memory GB")
+    out = number_table(
+        ">context", "what", ">p50 ms", ">p95 ms", ">p99 ms", ">speed-up", ">memory GB"
+    )
     for row in rows:
         for line in _lines(row):
             out.add_row(*map(Text, line))
@@ -33,7 +35,7 @@ def attention(
         f"{question.configuration.label}, {shape.q_heads}/{shape.kv_heads} heads of size "
         f"{shape.head_dim}, batch {question.batch}, {question.dtype}, prefill, on {_device(about)}"
     )
-    return [head, out, *_notes(rows)]
+    return [head, Fitting(out, keys=2), *_notes(rows)]
 
 
 def _lines(row: AttentionRow) -> list[tuple[str, ...]]:
@@ -92,7 +94,7 @@ def _device(about: dict[str, Any]) -> str:
 
 def models(data: dict[str, Any]) -> list[RenderableType]:
     """Prefill and decode of both models, per length."""
-    out = open_table(
+    out = number_table(
         ">tokens",
         "what",
         ">dense ms",
@@ -110,7 +112,7 @@ def models(data: dict[str, Any]) -> list[RenderableType]:
     head = (
         f"{data['rewritten']} against {data['against']}, batch {data['batch']}, on {_device(data)}"
     )
-    return [head, out, *data["notes"]]
+    return [head, Fitting(out, keys=2), *data["notes"]]
 
 
 def _both(row: dict[str, Any], phase: str) -> tuple[str, str, str]:
@@ -124,7 +126,7 @@ def _memory(n_bytes: int | None) -> str:
 
 def calibration(found: Calibration) -> list[RenderableType]:
     """The entries, a row each."""
-    out = open_table(
+    out = number_table(
         "family", "kernel", ">group", ">block", ">efficiency", ">overhead us", ">error", ">runs"
     )
     for entry in found.families:
@@ -133,4 +135,4 @@ def calibration(found: Calibration) -> list[RenderableType]:
         cells = (entry.family, entry.kernel, *sizes, *figures, str(entry.points))
         out.add_row(*map(Text, cells))
     note = "Error: mean over the runs that the fit did not see; kept is the fit on all runs."
-    return [f"{found.gpu}, {found.date}", out, note]
+    return [f"{found.gpu}, {found.date}", Fitting(out, keys=1), note]

@@ -184,7 +184,7 @@ def test_rows_of_a_gpu_show_graphs_and_stages():
     assert row.speedup == pytest.approx(48 / 6.05)
     about = {"gpu": "NVIDIA H200", "date": "2026-11-30", "software": {"torch": "2.11"}}
     head, table, *notes = render_bench.attention(question, [row], about)
-    assert "on NVIDIA H200" in head and table.row_count == 6
+    assert "on NVIDIA H200" in head and table.tables[0].row_count == 6
     assert any("Timed once" in note for note in notes)
     assert not any("reference" in note for note in notes)
     assert json.dumps(row.to_json())
