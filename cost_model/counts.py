@@ -81,7 +81,8 @@ def values_of(
     hidden_size: int | None = None,
 ) -> dict[sympy.Symbol, Any]:
     """What the symbols stand for in one call."""
-    # No more blocks are chosen than there are; without that the bounds of short calls were none.
+    # No more blocks are chosen than there are: counted beyond that, a short call would have a bound
+    # that kernels can beat.
     blocks = math.ceil(workload.context_tokens / (configuration.block_size or 1))
     topk = min(configuration.topk, blocks)
     read = min(configuration.topk + (configuration.local == "union"), blocks)

@@ -27,7 +27,7 @@ def q_and_o_bytes() -> Expr:
 
 
 def _all_kv_bytes() -> Expr:
-    return s.BATCH_SEQUENCES * (s.PREFIX_TOKENS + s.NEW_TOKENS) * kv_row_bytes()
+    return s.BATCH_SEQUENCES * s.KEY_TOKENS * kv_row_bytes()
 
 
 def prefill(pairs: Pairs = EXACT) -> tuple[StageFormula, ...]:

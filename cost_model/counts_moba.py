@@ -15,8 +15,7 @@ from sparsify.cost_model.pairs import EXACT, Pairs
 
 __all__ = ["decode", "gate_flops", "means_bytes", "prefill", "read_in_decode"]
 
-_CONTEXT = s.PREFIX_TOKENS + s.NEW_TOKENS
-_BLOCKS = ceiling(_CONTEXT / s.BLOCK_TOKENS)
+_BLOCKS = ceiling(s.KEY_TOKENS / s.BLOCK_TOKENS)
 _QUERIES = s.BATCH_SEQUENCES * s.NEW_TOKENS * s.QUERY_HEADS
 _PAST = s.TOPK_BLOCKS - 1
 
@@ -37,7 +36,7 @@ def prefill(pairs: Pairs = EXACT) -> tuple[StageFormula, ...]:
         StageFormula(
             "block means",
             "moba_means",
-            dram_bytes=s.BATCH_SEQUENCES * _CONTEXT * s.KV_HEADS * s.HEAD_DIM * s.KEY_BYTES
+            dram_bytes=s.BATCH_SEQUENCES * s.KEY_TOKENS * s.KV_HEADS * s.HEAD_DIM * s.KEY_BYTES
             + means_bytes(),
         ),
         StageFormula(
@@ -54,7 +53,7 @@ def prefill(pairs: Pairs = EXACT) -> tuple[StageFormula, ...]:
             "attention",
             "moba_attention",
             flops=attention_flops(pairs.attended),
-            dram_bytes=s.BATCH_SEQUENCES * _CONTEXT * kv_row_bytes()
+            dram_bytes=s.BATCH_SEQUENCES * s.KEY_TOKENS * kv_row_bytes()
             + _QUERIES * _PAST * (s.HEAD_DIM * s.QUERY_BYTES + s.VALUE_DIM * s.OUTPUT_BYTES),
             workspace_bytes=_partial_bytes(),
             tiles=ceiling(_QUERIES * s.TOPK_BLOCKS / TILE_ROWS),
@@ -98,7 +97,7 @@ def decode(pairs: Pairs = EXACT) -> tuple[StageFormula, ...]:
             flops=attention_flops(pairs.attended),
             dram_bytes=s.BATCH_SEQUENCES
             * (
-                Min(_CONTEXT, s.BLOCK_TOKENS * read_in_decode()) * kv_row_bytes()
+                Min(s.KEY_TOKENS, s.BLOCK_TOKENS * read_in_decode()) * kv_row_bytes()
                 + s.NEW_TOKENS * q_and_o_bytes()
             ),
             launches=2,

@@ -19,14 +19,13 @@ __all__ = ["SHORT_QUERIES", "decode", "index_flops", "index_key_bytes", "prefill
 # Below this many queries a KV-outer kernel finds too few of them per block.
 SHORT_QUERIES = 2048
 
-_CONTEXT = s.PREFIX_TOKENS + s.NEW_TOKENS
 _TOKENS = s.BATCH_SEQUENCES * s.NEW_TOKENS
 _QUERIES = _TOKENS * s.QUERY_HEADS
 
 
 def index_key_bytes() -> Expr:
     """The index keys of all tokens: the index cache of the learned indexer."""
-    return s.BATCH_SEQUENCES * _CONTEXT * s.INDEX_KEY_HEADS * s.INDEX_DIM * s.INDEX_BYTES
+    return s.BATCH_SEQUENCES * s.KEY_TOKENS * s.INDEX_KEY_HEADS * s.INDEX_DIM * s.INDEX_BYTES
 
 
 def index_flops(pairs: Pairs = EXACT) -> Expr:
@@ -91,7 +90,7 @@ def _kv_outer(pairs: Pairs) -> tuple[StageFormula, ...]:
             "attention",
             "msa_attention",
             flops=attention_flops(pairs.attended),
-            dram_bytes=s.BATCH_SEQUENCES * _CONTEXT * kv_row_bytes() + gathered,
+            dram_bytes=s.BATCH_SEQUENCES * s.KEY_TOKENS * kv_row_bytes() + gathered,
             workspace_bytes=rows * (s.VALUE_DIM * s.OUTPUT_BYTES + 4),
             tiles=ceiling(rows / TILE_ROWS),
         ),
@@ -110,7 +109,7 @@ def _q_outer(pairs: Pairs) -> tuple[StageFormula, ...]:
             "attention",
             "msa_short_attention",
             flops=attention_flops(pairs.attended),
-            dram_bytes=s.BATCH_SEQUENCES * Min(_CONTEXT, read) * kv_row_bytes()
+            dram_bytes=s.BATCH_SEQUENCES * Min(s.KEY_TOKENS, read) * kv_row_bytes()
             + _TOKENS * q_and_o_bytes(),
             l2_bytes=s.BATCH_SEQUENCES * pairs.attended * kv_row_bytes(),
         ),
@@ -134,7 +133,7 @@ def decode(learned: bool, pairs: Pairs = EXACT) -> tuple[StageFormula, ...]:
             "attention",
             "msa_decode_attention",
             flops=attention_flops(pairs.attended),
-            dram_bytes=s.BATCH_SEQUENCES * Min(_CONTEXT, read) * kv_row_bytes()
+            dram_bytes=s.BATCH_SEQUENCES * Min(s.KEY_TOKENS, read) * kv_row_bytes()
             + _TOKENS * q_and_o_bytes(),
             launches=2,
         ),

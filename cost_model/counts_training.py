@@ -37,7 +37,7 @@ def backward(family: str, pairs: Expr, reads: Expr) -> StageFormula:
         reads: how often each query is gathered: 1, or the number of blocks that it reads.
     """
     tokens = s.BATCH_SEQUENCES * s.NEW_TOKENS
-    keys = 2 * s.BATCH_SEQUENCES * (s.PREFIX_TOKENS + s.NEW_TOKENS) * kv_row_bytes()
+    keys = 2 * s.BATCH_SEQUENCES * s.KEY_TOKENS * kv_row_bytes()
     return StageFormula(
         "backward",
         family,

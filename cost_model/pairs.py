@@ -21,6 +21,7 @@ from sympy import Expr, Max, Min, Rational, floor
 from sparsify.cost_model.symbols import (
     BLOCK_TOKENS,
     CONTEXT_TOKENS,
+    KEY_TOKENS,
     NEW_TOKENS,
     PREFIX_TOKENS,
     READ_BLOCKS,
@@ -51,8 +52,7 @@ class Pairs:
 
 def _between(before: Expr, end: sympy.Symbol) -> Expr:
     """The sum over the new tokens, from the sum over all positions before `end`."""
-    context = PREFIX_TOKENS + NEW_TOKENS
-    return before.subs(end, context) - before.subs(end, PREFIX_TOKENS)
+    return before.subs(end, KEY_TOKENS) - before.subs(end, PREFIX_TOKENS)
 
 
 def _exact() -> Pairs:

@@ -116,8 +116,7 @@ def known_families() -> frozenset[str]:
 
 def kv_cache_bytes() -> sympy.Expr:
     """Keys and values of all tokens, for one layer."""
-    context = s.PREFIX_TOKENS + s.NEW_TOKENS
-    return s.BATCH_SEQUENCES * context * counts_dense.kv_row_bytes()
+    return s.BATCH_SEQUENCES * s.KEY_TOKENS * counts_dense.kv_row_bytes()
 
 
 def index_cache_bytes(configuration: Configuration) -> sympy.Expr:

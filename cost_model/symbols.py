@@ -18,6 +18,7 @@ __all__ = [
     "INDEX_KEY_HEADS",
     "INDEX_QUERY_HEADS",
     "KEY_BYTES",
+    "KEY_TOKENS",
     "KV_HEADS",
     "NEW_TOKENS",
     "OUTPUT_BYTES",
@@ -43,6 +44,7 @@ def _size(name: str) -> sympy.Symbol:
 BATCH_SEQUENCES = _count("batch_sequences")
 NEW_TOKENS = _count("new_tokens")
 PREFIX_TOKENS = sympy.Symbol("prefix_tokens", integer=True, nonnegative=True)
+KEY_TOKENS = PREFIX_TOKENS + NEW_TOKENS  # keys of a sequence, no symbol of its own
 CONTEXT_TOKENS = _count("context_tokens")  # of closed forms in one length
 
 QUERY_HEADS = _count("query_heads")
