@@ -26,10 +26,9 @@ from sparsify.cost_model.configuration import Configuration
 from sparsify.cost_model.counts import StageCounts, counted, values_of
 from sparsify.cost_model.fitting import OVERHEAD, Fit, Row, fit, halves
 from sparsify.cost_model.hardware import Gpu, load_gpu
-from sparsify.cost_model.layer_cost import slowdown
-from sparsify.cost_model.roofline import stage_bound
+from sparsify.cost_model.roofline import made_ms, stage_bound
 from sparsify.cost_model.stages import stage_formulas
-from sparsify.cost_model.workload import AttentionShape, ElementBytes, Workload
+from sparsify.cost_model.workload import BF16, AttentionShape, Workload
 from sparsify.documents import read_document
 from sparsify.errors import UsageError
 
@@ -88,14 +87,11 @@ def stage_run(
     Raises:
         KeyError: the configuration has no such stage in that call.
     """
-    bf16 = ElementBytes()
-    values = values_of(shape, workload, configuration, bf16)
+    values = values_of(shape, workload, configuration, BF16)
     formulas = [f for f in stage_formulas(configuration, workload) if f.family == family]
     if not formulas:
         raise KeyError(f"{configuration.label} has no stage {family}")
-    processors = None if gpu.sm_count is None else gpu.sm_count.value
-    stages = [counted(formula, values) for formula in formulas]
-    bounds = (stage_bound(s, gpu, bf16).kernel_ms * slowdown(s, processors) for s in stages)
+    bounds = (made_ms(counted(formula, values), gpu, BF16) for formula in formulas)
     any_block = family in ANY_BLOCK or not configuration.sparse
     return FamilyRun(
         family,
@@ -113,7 +109,7 @@ def plain_run(
 ) -> FamilyRun:
     """A run of what is no attention: a product ("gemm") or a copy."""
     stage = StageCounts(family, family, flops, dram_bytes, 0, 0, 1, None, False)
-    return FamilyRun(family, stage_bound(stage, gpu, ElementBytes()).ms, ms, tokens, kernel=kernel)
+    return FamilyRun(family, stage_bound(stage, gpu, BF16).ms, ms, tokens, kernel=kernel)
 
 
 def fitted(runs: Iterable[FamilyRun]) -> tuple[FamilyEfficiency, ...]:

@@ -20,9 +20,8 @@ from sparsify.cost_model.hardware import Gpu
 from sparsify.cost_model.roofline import (
     Binding,
     StageBound,
-    imbalance_factor,
+    slowdown,
     stage_bound,
-    wave_factor,
 )
 from sparsify.cost_model.stages import (
     cache_write_bytes,
@@ -119,10 +118,6 @@ class _Call:
     element_bytes: ElementBytes
     calibration: Calibration | None
     efficiency_scale: float
-
-    @property
-    def processors(self) -> float | None:
-        return None if self.gpu.sm_count is None else self.gpu.sm_count.value
 
     def efficiency(self, stage: StageCounts) -> FamilyEfficiency | None:
         if self.calibration is None:
@@ -225,7 +220,7 @@ def _calibrated(
 ) -> TimeEstimate:
     fixed_ms = entry.overhead_us / 1e3
     efficiency = min(entry.efficiency * call.efficiency_scale, max(1.0, entry.efficiency))
-    work_ms = bound.kernel_ms * slowdown(stage, call.processors) / efficiency
+    work_ms = bound.kernel_ms * slowdown(stage, call.gpu) / efficiency
     expected = fixed_ms + work_ms
     least = min(bound.ms, expected)
     return TimeEstimate(
@@ -235,14 +230,6 @@ def _calibrated(
         expected * (1 + entry.error),
         Source.CALIBRATED,
     )
-
-
-def slowdown(stage: StageCounts, processors: float | None) -> float:
-    """Factor of the last wave, or of the tail where blocks are shared out by how often they are
-    chosen."""
-    if stage.family.endswith("_attention"):
-        return imbalance_factor(stage.tiles, processors)
-    return wave_factor(stage.tiles, processors)
 
 
 def _dense_range(stage: StageCounts, bound: StageBound) -> TimeEstimate:

@@ -18,8 +18,7 @@ from sparsify.cost_model.configuration import DENSE, Configuration
 from sparsify.cost_model.counts import counted, values_of
 from sparsify.cost_model.fitting import Row
 from sparsify.cost_model.hardware import Gpu
-from sparsify.cost_model.layer_cost import slowdown
-from sparsify.cost_model.roofline import stage_bound
+from sparsify.cost_model.roofline import made_ms
 from sparsify.cost_model.stages import stage_formulas
 from sparsify.cost_model.workload import BF16, AttentionShape, Phase, Workload
 from sparsify.documents import read_document
@@ -129,13 +128,10 @@ def model_row(run: MeasuredRun, gpu: Gpu) -> Row:
     workload = run.workload
     if run.phase == "backward":
         workload = dataclasses.replace(workload, phase=Phase.TRAINING)
-    processors = None if gpu.sm_count is None else gpu.sm_count.value
     bounds: dict[str, float] = defaultdict(float)
     for formula in stage_formulas(run.configuration, workload):
         stage = counted(formula, values)
         if (run.phase == "backward") != stage.family.endswith("_backward"):
             continue
-        bounds[stage.family] += stage_bound(stage, gpu, BF16).kernel_ms * slowdown(
-            stage, processors
-        )
+        bounds[stage.family] += made_ms(stage, gpu, BF16)
     return Row({family: ms for family, ms in bounds.items() if ms}, run.ms, run.label)

@@ -20,7 +20,9 @@ __all__ = [
     "Binding",
     "StageBound",
     "imbalance_factor",
+    "made_ms",
     "product_flops_per_s",
+    "slowdown",
     "stage_bound",
     "wave_factor",
 ]
@@ -82,6 +84,21 @@ def product_flops_per_s(n_bytes: float, gpu: Gpu) -> float:
     if n_bytes > 2:
         return gpu.flops_per_s("bf16") / 2
     return gpu.flops_per_s("fp8" if n_bytes <= 1 else "bf16")
+
+
+def made_ms(stage: StageCounts, gpu: Gpu, element_bytes: ElementBytes) -> float:
+    """The least time of a kernel of this kind with its waves and tail, in milliseconds: what
+    calibrated efficiencies are shares of."""
+    return stage_bound(stage, gpu, element_bytes).kernel_ms * slowdown(stage, gpu)
+
+
+def slowdown(stage: StageCounts, gpu: Gpu) -> float:
+    """Factor of the last wave, or of the tail where blocks are shared out by how often they are
+    chosen; 1 where the number of processors is not known."""
+    processors = None if gpu.sm_count is None else gpu.sm_count.value
+    if stage.family.endswith("_attention"):
+        return imbalance_factor(stage.tiles, processors)
+    return wave_factor(stage.tiles, processors)
 
 
 def wave_factor(tiles: int | None, processors: float | None) -> float:
