@@ -23,13 +23,14 @@ import torch
 
 from sparsify.errors import UsageError
 
-__all__ = ["Timing", "extra_bytes", "find_device", "machine", "time_call"]
+__all__ = ["Run", "Timing", "extra_bytes", "find_device", "machine", "time_call"]
 
 FLUSH_BYTES = 256_000_000
 # torch has no types for these.
 _CUDA: Any = torch.cuda
 _BACKENDS: Any = torch.backends
 Run = Callable[[], Any]
+"""A call without arguments."""
 
 
 @dataclass(frozen=True)

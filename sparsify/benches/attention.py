@@ -126,7 +126,7 @@ def _row(question: Question, tokens: int, say: Say) -> AttentionRow:
     extra = extra_bytes(run, question.device)
     sparse = _timing(question, run)
     graph = _graph(question, run) if on_gpu else None
-    every = question.configuration.topk * question.configuration.block_size >= tokens
+    every = question.configuration.budget_tokens >= tokens
     stages = {}
     if implementation == "triton" and on_gpu and not every:
         say(f"stages, {tokens} tokens")

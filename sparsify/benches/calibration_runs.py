@@ -64,7 +64,7 @@ class Sizes:
         Raises:
             UsageError: there are none among those asked for.
         """
-        kept = configuration.block_size * configuration.topk
+        kept = configuration.budget_tokens
         if self.contexts is not None:
             found = tuple(n for n in self.contexts if n > kept)
             if not found:

@@ -90,20 +90,24 @@ class _Stages:
         self.out, self.lse = self.forward._outputs(q, v)
 
     def means(self) -> Tensor:
+        """Means of all blocks."""
         from sparsify.kernels.select.moba import block_means
 
         return block_means(self.k, self.place, self.block)
 
     def choose(self) -> list[Tensor]:
+        """The chosen past blocks of every slice, `[heads, queries, W]`."""
         return [self.gate.rows(*part)[0] for part in self.slices]
 
     def index(self) -> None:
+        """The reverse index of every slice."""
         from sparsify.kernels.select.index import reverse_index
 
         for idx in self.chosen:
             reverse_index(idx, self.place.blocks, self.shape.tiles.chunk)
 
     def attend(self, attend: Callable[..., Any], *, combine: bool) -> None:
+        """Past blocks of every slice by `attend`, then what `combine` adds: the own blocks."""
         call = (self.q, self.k, self.v)
         for part, idx in zip(self.slices, self.chosen, strict=True):
             fixed = (self.place, self.shape, part, self.gate.chosen)

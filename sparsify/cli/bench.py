@@ -20,6 +20,8 @@ from sparsify.files import check_target, write_text
 if TYPE_CHECKING:
     import torch
 
+    from sparsify.cost_model.hardware import Gpu
+
 __all__ = ["bench"]
 
 CONTEXTS = "8k,32k,128k"
@@ -215,6 +217,7 @@ def _calibrate(
     from sparsify.benches.shapes import parse_shape
     from sparsify.cli import render_bench
     from sparsify.cost_model.calibrating import merged, to_document
+    from sparsify.cost_model.calibration import load_calibration
 
     sizes = Sizes(contexts=None if contexts is None else tuple(contexts))
     if shape is not None:
@@ -223,7 +226,7 @@ def _calibrate(
     place = _gpu_only(device)
     gpu = _figures(place)
     if into is not None:
-        _check_into(into, gpu.name)
+        load_calibration(into, gpu)  # what is wrong with it is said before long work
     with streams.progress() as say, _memory_told():
         found = calibrate(gpu, place, sizes, say)
     data = to_document(found)
@@ -256,20 +259,13 @@ def _gpu_only(name: str) -> torch.device:
     return _device(name)
 
 
-def _figures(device: torch.device) -> Any:
+def _figures(device: torch.device) -> Gpu:
     """What is known of the GPU; its bounds are what efficiencies are shares of."""
     import torch
 
     from sparsify.cost_model.hardware import load_gpu
 
     return load_gpu(torch.cuda.get_device_name(device))
-
-
-def _check_into(path: str, gpu: str) -> None:
-    from sparsify.cost_model.calibration import load_calibration
-    from sparsify.cost_model.hardware import load_gpu
-
-    load_calibration(path, load_gpu(gpu))
 
 
 @contextlib.contextmanager
