@@ -90,8 +90,9 @@ def unsupported(
     if name == "block_attention_backward":
         return None  # the reference's, whatever it is given
     tensors = [x for x in args if isinstance(x, Tensor) and x.dim() == 4]
-    if any(x.dtype not in (*_DTYPES, torch.int32) for x in tensors):
-        return "float64 has no tensor-core kernels"
+    other = [x.dtype for x in tensors if x.dtype not in (*_DTYPES, torch.int32)]
+    if other:
+        return f"{other[0]} has no tensor-core kernels here"
     if max(x.shape[-1] for x in tensors if x.dtype != torch.int32) > _MOST_HEAD_DIM:
         return f"head sizes beyond {_MOST_HEAD_DIM} do not fit a tile"
     scale = options.get("scale")

@@ -15,7 +15,7 @@ Legend: M queries of a tile, N keys of a tile, D key size, V value size, K past 
 import triton
 import triton.language as tl
 
-from sparsify.kernels.attend.kv_outer import _dot, _safe
+from sparsify.kernels.attend.pieces import dot, safe_top
 
 __all__ = ["combine_clean_fwd_kernel", "combine_fwd_kernel"]
 
@@ -50,7 +50,7 @@ def _own_step(
         v_NV = tl.load(v_at, mask=v_mask, other=0.0)
     else:
         v_NV = tl.load(v_at)
-    s_MN = _dot(q_MD, k_DN, EXACT_DOT)
+    s_MN = dot(q_MD, k_DN, EXACT_DOT)
     if CUT or MASKED:
         keep_MN = seen_N[None, :] & (key_N[None, :] >= lo_M[:, None])
         keep_MN = keep_MN & (key_N[None, :] < hi_M[:, None])
@@ -58,12 +58,12 @@ def _own_step(
     if CLEAN:
         v_NV, bad_M = _without_strangers(v_NV, bad_M, keep_MN)
     new_M = tl.maximum(top_M, tl.max(s_MN, 1))
-    safe_M = _safe(new_M)
+    safe_M = safe_top(new_M)
     p_MN = tl.exp2((s_MN - safe_M[:, None]) * scale_log2)
     shrink_M = tl.exp2((top_M - safe_M) * scale_log2)
     sum_M = sum_M * shrink_M + tl.sum(p_MN, 1)
     acc_MV = acc_MV * shrink_M[:, None]
-    acc_MV += _dot(p_MN.to(v_NV.dtype), v_NV, EXACT_DOT)
+    acc_MV += dot(p_MN.to(v_NV.dtype), v_NV, EXACT_DOT)
     return new_M, sum_M, acc_MV, bad_M
 
 
@@ -93,7 +93,7 @@ def _with_past(
     top_MW, total_MW = tl.split(tl.reshape(stats, [M, WIDTH, 2]))
     top_MW = tl.where(there_MW, top_MW, float("-inf"))  # what was not written may be anything
     all_M = tl.maximum(top_M, tl.max(top_MW, 1))
-    safe_M = _safe(all_M)
+    safe_M = safe_top(all_M)
     weight_MW = tl.where(there_MW, total_MW * tl.exp2((top_MW - safe_M[:, None]) * scale_log2), 0.0)
     shrink_M = tl.exp2((top_M - safe_M) * scale_log2)
     sum_M = sum_M * shrink_M + tl.sum(weight_MW, 1)
@@ -198,7 +198,7 @@ def _combine_tile(
         o_MV.to(out_ptr.dtype.element_ty),
         mask=inside_M[:, None] & (v_V < V)[None, :],
     )
-    lse_M = _safe(top_M) * (scale_log2 * LN2) + tl.log(sum_M)
+    lse_M = safe_top(top_M) * (scale_log2 * LN2) + tl.log(sum_M)
     tl.store(lse_ptr + head.to(tl.int64) * T + t_M, lse_M, mask=inside_M)
     return odd
 

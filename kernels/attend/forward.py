@@ -17,10 +17,24 @@ from sparsify.kernels.placement import Placement
 from sparsify.kernels.select.index import reverse_index
 from sparsify.kernels.tiling import AttentionTiles, attention_tiles, padded
 
-__all__ = ["Chooser", "Shape", "dense", "shape_of", "sparse"]
+__all__ = [
+    "Chooser",
+    "Parts",
+    "Shape",
+    "Slice",
+    "by_block",
+    "by_query",
+    "chunk_of",
+    "combine",
+    "dense",
+    "outputs",
+    "shape_of",
+    "slices",
+    "sparse",
+]
 
 LOG2E = 1.4426950408889634
-# Fewer queries than this go query by query.
+# At most this many queries go query by query.
 FEW_QUERIES = 32
 _STEP = 128  # queries of a slice come in multiples of this
 _LONG = 1 << 16  # with this many queries the lists are long enough for longer work items
@@ -64,7 +78,7 @@ class Shape(NamedTuple):
         }
 
 
-class _Slice(NamedTuple):
+class Slice(NamedTuple):
     """Some heads of all batch rows counted through, and some queries."""
 
     head: int
@@ -73,7 +87,7 @@ class _Slice(NamedTuple):
     queries: int
 
 
-class _Parts(NamedTuple):
+class Parts(NamedTuple):
     """Partial outputs of a slice `[heads, queries, chosen, V]`; their maxima and sums side by side,
     `[heads, queries, W, 2]` in float32."""
 
@@ -95,13 +109,13 @@ def dense(
     q: Tensor, k: Tensor, v: Tensor, placement: Placement, shape: Shape
 ) -> tuple[Tensor, Tensor]:
     """Causal attention over all keys of each sequence."""
-    out, lse = _outputs(q, v)
+    out, lse = outputs(q, v)
     if not placement.plain:
         placement = _whole_sequences(placement)
     whole = shape._replace(block=padded(max(k.shape[2], 1)))
-    part = _Slice(0, q.shape[0] * q.shape[1], 0, q.shape[2])
+    part = Slice(0, q.shape[0] * q.shape[1], 0, q.shape[2])
     if out.numel() and k.shape[2]:
-        _combine(q, k, v, None, None, None, out, lse, placement, whole, part)
+        combine(q, k, v, None, None, None, out, lse, placement, whole, part)
     else:
         out.zero_(), lse.fill_(float("-inf"))
     return out, lse
@@ -130,27 +144,27 @@ def sparse(
     workspace_bytes: int,
 ) -> tuple[Tensor, Tensor]:
     """Attention over the chosen past blocks and the own block."""
-    out, lse = _outputs(q, v)
+    out, lse = outputs(q, v)
     if not out.numel() or not k.shape[2]:
         out.zero_(), lse.fill_(float("-inf"))
         return out, lse
-    for part in _slices(q, v, chooser, workspace_bytes):
+    for part in slices(q, v, chooser, workspace_bytes):
         idx, own = chooser.rows(*part)
         parts = None
         if chooser.chosen and placement.blocks > 1:
             # Not by the slice: a row must not depend on how the work is cut.
-            attend = _by_query if q.shape[2] <= FEW_QUERIES else _by_block
+            attend = by_query if q.shape[2] <= FEW_QUERIES else by_block
             parts = attend(q, k, v, idx, placement, shape, part, chooser.chosen)
-        _combine(q, k, v, idx, own, parts, out, lse, placement, shape, part, chooser.chosen)
+        combine(q, k, v, idx, own, parts, out, lse, placement, shape, part, chooser.chosen)
     return out, lse
 
 
-def _outputs(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def outputs(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     out = q.new_empty((*q.shape[:3], v.shape[-1]))
     return out, q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
-def _slices(q: Tensor, v: Tensor, chooser: Chooser, workspace_bytes: int) -> Iterator[_Slice]:
+def slices(q: Tensor, v: Tensor, chooser: Chooser, workspace_bytes: int) -> Iterator[Slice]:
     """Slices of some heads with all queries, or of some queries of one head."""
     batch, heads, q_len = q.shape[:3]
     # Partial outputs, maxima and sums, lists both ways.
@@ -161,33 +175,39 @@ def _slices(q: Tensor, v: Tensor, chooser: Chooser, workspace_bytes: int) -> Ite
         step = max(1, min(every, rows // q_len))
         step = triton.cdiv(every, triton.cdiv(every, step))
         for head in range(0, every, step):
-            yield _Slice(head, min(step, every - head), 0, q_len)
+            yield Slice(head, min(step, every - head), 0, q_len)
         return
     step = rows // _STEP * _STEP
     for head in range(every):
         for first in range(0, q_len, step):
-            yield _Slice(head, 1, first, min(step, q_len - first))
+            yield Slice(head, 1, first, min(step, q_len - first))
 
 
-def _parts(q: Tensor, v: Tensor, idx: Tensor, chosen: int) -> _Parts:
+def _parts(q: Tensor, v: Tensor, idx: Tensor, chosen: int) -> Parts:
     heads, count, width = idx.shape
     stats = q.new_empty(heads, count, width, 2, dtype=torch.float32)
-    return _Parts(q.new_empty(heads, count, chosen, v.shape[-1]), stats)
+    return Parts(q.new_empty(heads, count, chosen, v.shape[-1]), stats)
 
 
-def _by_block(
+def chunk_of(tiles: AttentionTiles, queries: int) -> int:
+    """Entries of a work item: a tile of the large kernel, many of the small one."""
+    if not tiles.small:
+        return tiles.rows
+    return 2 * tiles.chunk if queries >= _LONG else tiles.chunk
+
+
+def by_block(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     idx: Tensor,
     placement: Placement,
     shape: Shape,
-    part: _Slice,
+    part: Slice,
     chosen: int,
-) -> _Parts:
+) -> Parts:
     tiles = shape.tiles
-    chunk = 2 * tiles.chunk if tiles.small and part.queries >= _LONG else tiles.chunk
-    index = reverse_index(idx, placement.blocks, chunk)
+    index = reverse_index(idx, placement.blocks, chunk_of(tiles, part.queries))
     parts = _parts(q, v, idx, chosen)  # after the index, whose scratch memory it takes over
     options: dict[str, object] = {"num_warps": tiles.warps}
     keys: object = k
@@ -236,16 +256,16 @@ def _by_block(
     return parts
 
 
-def _by_query(
+def by_query(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     idx: Tensor,
     placement: Placement,
     shape: Shape,
-    part: _Slice,
+    part: Slice,
     chosen: int,
-) -> _Parts:
+) -> Parts:
     parts = _parts(q, v, idx, chosen)
     query_block_fwd_kernel[(part.queries * chosen, part.heads)](
         q,
@@ -278,18 +298,18 @@ def _by_query(
     return parts
 
 
-def _combine(
+def combine(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     idx: Tensor | None,
     own: Tensor | None,
-    parts: _Parts | None,
+    parts: Parts | None,
     out: Tensor,
     lse: Tensor,
     placement: Placement,
     shape: Shape,
-    part: _Slice,
+    part: Slice,
     chosen: int = 0,
 ) -> None:
     tiles = shape.tiles

@@ -15,49 +15,9 @@ Legend: M entries of a tile, N keys of a tile, D key size, V value size.
 import triton
 import triton.language as tl
 
+from sparsify.kernels.attend.pieces import block_of, dot, row_load, row_store, safe_top
+
 __all__ = ["large_block_fwd_kernel", "small_block_fwd_kernel"]
-
-
-@triton.jit
-def _dot(a, b, EXACT_DOT: tl.constexpr):
-    precision: tl.constexpr = "ieee" if EXACT_DOT else "tf32"
-    return tl.dot(a, b, input_precision=precision)
-
-
-@triton.jit
-def _row_load(at_MD, d_D, D: tl.constexpr, DP: tl.constexpr):
-    """Rows of `D` numbers, padded with 0 to `DP`."""
-    if D == DP:
-        rows = tl.load(at_MD)
-    else:
-        rows = tl.load(at_MD, mask=(d_D < D)[None, :], other=0.0)
-    return rows
-
-
-@triton.jit
-def _row_store(at_MV, rows, inside_M, v_V, V: tl.constexpr, VP: tl.constexpr):
-    if V == VP:
-        tl.store(at_MV, rows, mask=inside_M[:, None])
-    else:
-        tl.store(at_MV, rows, mask=inside_M[:, None] & (v_V < V)[None, :])
-
-
-@triton.jit
-def _block_of(slot_ptr, keys_ptr, b, c, S, N, BLOCK: tl.constexpr, PLAIN: tl.constexpr):
-    """First slot of a block, and its keys."""
-    if PLAIN:
-        slot = c * BLOCK
-        keys = tl.minimum(S - slot, BLOCK)
-    else:
-        slot = tl.load(slot_ptr + b * N + c)
-        keys = tl.load(keys_ptr + b * N + c)
-    return slot, keys
-
-
-@triton.jit
-def _safe(top_M):
-    """The maximum to subtract: 0 where no score is above -inf."""
-    return tl.where(top_M == float("-inf"), 0.0, top_M)
 
 
 @triton.jit
@@ -83,7 +43,7 @@ def small_block_fwd_kernel(
     head = head_begin + slice_head
     b, h = head // HEADS, head % HEADS
     g = h // GROUP
-    slot, keys = _block_of(slot_ptr, keys_ptr, b, c, S, N, BLOCK, PLAIN)
+    slot, keys = block_of(slot_ptr, keys_ptr, b, c, S, N, BLOCK, PLAIN)
     d_D, v_V = tl.arange(0, DP), tl.arange(0, VP)
     m_M, n_N = tl.arange(0, M), tl.arange(0, TILE_N)
     whole: tl.constexpr = PLAIN and (BLOCK == TILE_N)
@@ -95,7 +55,7 @@ def small_block_fwd_kernel(
     entry_M = tl.load(list_ptr + begin + m_M, mask=begin + m_M < end, other=0)
     ahead_M = tl.load(list_ptr + begin + M + m_M, mask=begin + M + m_M < end, other=0)
     q_at = (entry_M // WIDTH).to(tl.int64)[:, None] * stride_qt + d_D[None, :] * stride_qd
-    q_MD = _row_load(q_base + q_at, d_D, D, DP)
+    q_MD = row_load(q_base + q_at, d_D, D, DP)
 
     key_at = (slot + n_N).to(tl.int64)
     k_base = k_ptr + b * stride_kb + g * stride_kg
@@ -113,22 +73,22 @@ def small_block_fwd_kernel(
     stats = stat_ptr + slice_head * t_count * WIDTH * 2
     for i in tl.range(begin, end, M, num_stages=1):
         inside_M = i + m_M < end
-        s_MN = _dot(q_MD, k_DN, EXACT_DOT)
+        s_MN = dot(q_MD, k_DN, EXACT_DOT)
         # The next queries are on their way while this tile is computed.
         q_at = (ahead_M // WIDTH).to(tl.int64)[:, None] * stride_qt + d_D[None, :] * stride_qd
-        q_MD = _row_load(q_base + q_at, d_D, D, DP)
+        q_MD = row_load(q_base + q_at, d_D, D, DP)
         beyond = i + 2 * M + m_M
         beyond_M = tl.load(list_ptr + beyond, mask=beyond < end, other=0)
         if MASKED or not whole:
             s_MN = tl.where(real_N[None, :], s_MN, float("-inf"))
         top_M = tl.max(s_MN, 1)
-        p_MN = tl.exp2((s_MN - _safe(top_M)[:, None]) * scale_log2)
+        p_MN = tl.exp2((s_MN - safe_top(top_M)[:, None]) * scale_log2)
         sum_M = tl.sum(p_MN, 1)
-        o_MV = _dot(p_MN.to(v_NV.dtype), v_NV, EXACT_DOT)
+        o_MV = dot(p_MN.to(v_NV.dtype), v_NV, EXACT_DOT)
         o_MV = o_MV * (1.0 / tl.where(sum_M == 0.0, 1.0, sum_M))[:, None]
         row_M = (entry_M // WIDTH * CHOSEN + entry_M % WIDTH).to(tl.int64)
         o_at = parts + row_M[:, None] * V + v_V[None, :]
-        _row_store(o_at, o_MV.to(part_ptr.dtype.element_ty), inside_M, v_V, V, VP)
+        row_store(o_at, o_MV.to(part_ptr.dtype.element_ty), inside_M, v_V, V, VP)
         tl.store(stats + 2 * entry_M, top_M, mask=inside_M)
         tl.store(stats + 2 * entry_M + 1, sum_M, mask=inside_M)
         entry_M, ahead_M = ahead_M, beyond_M
@@ -154,7 +114,7 @@ def _tile_of_block(
             k_ND = tl.load(k_at, mask=real_N[:, None] & (d_D < D)[None, :], other=0.0)
             v_NV = tl.load(v_at, mask=real_N[:, None] & (v_V < V)[None, :], other=0.0)
         else:
-            k_ND, v_NV = _row_load(k_at, d_D, D, DP), _row_load(v_at, v_V, V, VP)
+            k_ND, v_NV = row_load(k_at, d_D, D, DP), row_load(v_at, v_V, V, VP)
     return k_ND, v_NV
 
 
@@ -180,7 +140,7 @@ def large_block_fwd_kernel(
         head = head_begin + slice_head
         b, h = head // HEADS, head % HEADS
         g = h // GROUP
-        slot, keys = _block_of(slot_ptr, keys_ptr, b, c, S, N, BLOCK, PLAIN)
+        slot, keys = block_of(slot_ptr, keys_ptr, b, c, S, N, BLOCK, PLAIN)
         d_D, v_V = tl.arange(0, DP), tl.arange(0, VP)
         m_M, n_N = tl.arange(0, M), tl.arange(0, TILE_N)
         inside_M = begin + m_M < end
@@ -188,7 +148,7 @@ def large_block_fwd_kernel(
         q_base = q_ptr + b.to(tl.int64) * stride_qb + h * stride_qh
         q_at = (t_begin + entry_M // WIDTH).to(tl.int64)[:, None] * stride_qt
         q_at += d_D[None, :] * stride_qd
-        q_MD = _row_load(q_base + q_at, d_D, D, DP)
+        q_MD = row_load(q_base + q_at, d_D, D, DP)
         cut: tl.constexpr = MASKED or not PLAIN or (BLOCK % TILE_N != 0)
 
         top_M = tl.full([M], float("-inf"), tl.float32)
@@ -206,22 +166,22 @@ def large_block_fwd_kernel(
                 stride_vb, stride_vg, stride_vs, stride_vd,
                 D, V, DP, VP, TILE_N, BY_TMA, cut,
             )  # fmt: skip
-            s_MN = _dot(q_MD, tl.trans(k_ND), EXACT_DOT)
+            s_MN = dot(q_MD, tl.trans(k_ND), EXACT_DOT)
             if cut:
                 s_MN = tl.where(real_N[None, :], s_MN, float("-inf"))
             new_M = tl.maximum(top_M, tl.max(s_MN, 1))
-            safe_M = _safe(new_M)
+            safe_M = safe_top(new_M)
             p_MN = tl.exp2((s_MN - safe_M[:, None]) * scale_log2)
             shrink_M = tl.exp2((top_M - safe_M) * scale_log2)
             sum_M = sum_M * shrink_M + tl.sum(p_MN, 1)
             acc_MV = acc_MV * shrink_M[:, None]
-            acc_MV += _dot(p_MN.to(v_NV.dtype), v_NV, EXACT_DOT)
+            acc_MV += dot(p_MN.to(v_NV.dtype), v_NV, EXACT_DOT)
             top_M = new_M
         o_MV = acc_MV / tl.where(sum_M == 0.0, 1.0, sum_M)[:, None]
         row_M = slice_head.to(tl.int64) * t_count * CHOSEN + entry_M // WIDTH * CHOSEN
         row_M += entry_M % WIDTH
         o_at = part_ptr + row_M[:, None] * V + v_V[None, :]
-        _row_store(o_at, o_MV.to(part_ptr.dtype.element_ty), inside_M, v_V, V, VP)
+        row_store(o_at, o_MV.to(part_ptr.dtype.element_ty), inside_M, v_V, V, VP)
         stats = stat_ptr + slice_head.to(tl.int64) * t_count * WIDTH * 2
         tl.store(stats + 2 * entry_M, top_M, mask=inside_M)
         tl.store(stats + 2 * entry_M + 1, sum_M, mask=inside_M)

@@ -10,7 +10,7 @@ Legend: N keys of a tile, D key size, V value size.
 import triton
 import triton.language as tl
 
-from sparsify.kernels.attend.kv_outer import _block_of
+from sparsify.kernels.attend.pieces import block_of, safe_top
 
 __all__ = ["query_block_fwd_kernel"]
 
@@ -37,7 +37,7 @@ def query_block_fwd_kernel(
     at = (slice_head * t_count + i) * WIDTH + place
     c = tl.load(idx_ptr + at)
     if c >= 0:
-        slot, keys = _block_of(slot_ptr, keys_ptr, b, c, S, N, BLOCK, PLAIN)
+        slot, keys = block_of(slot_ptr, keys_ptr, b, c, S, N, BLOCK, PLAIN)
         d_D, v_V, n_N = tl.arange(0, DP), tl.arange(0, VP), tl.arange(0, TILE_N)
         q_at = q_ptr + b * stride_qb + h * stride_qh + (t_begin + i) * stride_qt
         q_D = tl.load(q_at + d_D * stride_qd, mask=d_D < D, other=0.0).to(tl.float32)
@@ -65,7 +65,7 @@ def query_block_fwd_kernel(
             s_N = tl.sum(k_ND.to(tl.float32) * q_D[None, :], 1)
             s_N = tl.where(real_N, s_N, float("-inf"))
             new = tl.maximum(top, tl.max(s_N, 0))
-            safe = tl.where(new == float("-inf"), 0.0, new)
+            safe = safe_top(new)
             p_N = tl.exp2((s_N - safe) * scale_log2)
             shrink = tl.exp2((top - safe) * scale_log2)
             total = total * shrink + tl.sum(p_N, 0)

@@ -28,7 +28,7 @@ __all__ = ["gate_exact_fwd_kernel", "gate_merge_fwd_kernel", "gate_packed_fwd_ke
 
 
 @triton.jit
-def candidates(
+def _candidates(
     first_ptr, end_ptr, b, t_M, inside_M, T, start, BLOCK: tl.constexpr, PLAIN: tl.constexpr
 ):
     """Range of the past blocks of each query."""
@@ -119,7 +119,7 @@ def gate_packed_fwd_kernel(
         mask=inside_M[:, None] & (d_D < D)[None, :],
         other=0.0,
     )  # fmt: skip
-    first_M, end_M = candidates(first_ptr, end_ptr, b, t_M, inside_M, T, start, BLOCK, PLAIN)
+    first_M, end_M = _candidates(first_ptr, end_ptr, b, t_M, inside_M, T, start, BLOCK, PLAIN)
     means = means_ptr + (b * (HEADS // GROUP) + h // GROUP) * N * D
     real = real_ptr
     if REAL:
@@ -294,7 +294,7 @@ def gate_exact_fwd_kernel(
             mask=inside_M[:, None] & (d_D < D)[None, :],
             other=0.0,
         )  # fmt: skip
-        first_M, end_M = candidates(first_ptr, end_ptr, b, t_M, inside_M, T, start, BLOCK, PLAIN)
+        first_M, end_M = _candidates(first_ptr, end_ptr, b, t_M, inside_M, T, start, BLOCK, PLAIN)
         first_M, end_M = tl.where(inside_M, first_M, N), tl.where(inside_M, end_M, 0)
         best_ML = tl.full([M, LENGTH], -0x7FFFFFFFFFFFFFFF, tl.int64)
         low = 0 if ONE_TILE else tl.min(first_M, 0) // TILE_N

@@ -19,6 +19,7 @@ __all__ = ["Gate", "block_means"]
 
 _MEAN_ROWS = 32
 _MERGED = 128  # rows of a program that merges lanes: a thread each
+_FIXING = 2112  # programs that redo flagged rows, for all heads: 16 on each of 132 processors
 _PACKED = ("HEADS", "GROUP", "BLOCK", "D", "DP", "PLAIN", "REAL", "EXACT_DOT")
 
 
@@ -152,7 +153,7 @@ class Gate:
         tiles = self.tiles
         programs = triton.cdiv(idx.shape[1], tiles.exact_rows)
         if tiles.packed:
-            programs = min(programs, triton.cdiv(2112, idx.shape[0]))
+            programs = min(programs, triton.cdiv(_FIXING, idx.shape[0]))
         gate_exact_fwd_kernel[(programs, idx.shape[0])](
             self.q,
             self.means,

@@ -83,11 +83,11 @@ class _Stages:
         self.shape = forward.shape_of(q, k, v, block, None)
         self.gate = Gate(q, k, self.place, None, block, topk - 1)
         room = WORKSPACE_BYTES if workspace is None else workspace
-        self.slices = list(self.forward._slices(q, v, self.gate, room))
+        self.slices = list(self.forward.slices(q, v, self.gate, room))
         self.chosen = self.choose()
-        self.by_block = self.forward._by_block
-        self.by_query = self.forward._by_query
-        self.out, self.lse = self.forward._outputs(q, v)
+        self.by_block = self.forward.by_block
+        self.by_query = self.forward.by_query
+        self.out, self.lse = self.forward.outputs(q, v)
 
     def means(self) -> Tensor:
         """Means of all blocks."""
@@ -103,8 +103,9 @@ class _Stages:
         """The reverse index of every slice."""
         from sparsify.kernels.select.index import reverse_index
 
-        for idx in self.chosen:
-            reverse_index(idx, self.place.blocks, self.shape.tiles.chunk)
+        for part, idx in zip(self.slices, self.chosen, strict=True):
+            chunk = self.forward.chunk_of(self.shape.tiles, part.queries)
+            reverse_index(idx, self.place.blocks, chunk)
 
     def attend(self, attend: Callable[..., Any], *, combine: bool) -> None:
         """Past blocks of every slice by `attend`, then what `combine` adds: the own blocks."""
@@ -113,4 +114,4 @@ class _Stages:
             fixed = (self.place, self.shape, part, self.gate.chosen)
             parts = attend(*call, idx, *fixed)
             if combine:
-                self.forward._combine(*call, idx, None, parts, self.out, self.lse, *fixed)
+                self.forward.combine(*call, idx, None, parts, self.out, self.lse, *fixed)
