@@ -43,6 +43,7 @@ class ElementName(StrEnum):
 
 
 def bench(
+    ctx: typer.Context,
     directory: Annotated[
         Path | None,
         typer.Argument(metavar="[DIR]", help="A folder that `sparsify rewrite` wrote."),
@@ -103,6 +104,7 @@ def bench(
     check_given(**{"--device": device, "-o": output, "--into": into})
     check_settings()
     _check_kinds(directory, against, shape, calibrate, context, seq, into, output, json)
+    _check_unused(ctx, "--calibrate" if calibrate else "DIR" if directory else "--shape")
     if output is not None:
         check_target(output, force=force, directory=False)
     size, count = _positive(batch, "--batch"), _positive(repeats, "--repeats")
@@ -117,6 +119,22 @@ def bench(
         data = _models(directory, against, lengths, size, device, count, json)
     if output is not None:
         _write(output, data)
+
+
+# Options that a kind of measurement does not use.
+UNUSED = {
+    "--calibrate": ("batch", "dtype", "method", "repeats"),
+    "DIR": ("dtype", "method"),
+    "--shape": (),
+}
+
+
+def _check_unused(ctx: typer.Context, kind: str) -> None:
+    """Refuse options that were given and would change nothing."""
+    for name in UNUSED[kind]:
+        source = ctx.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            raise UsageError(f"{kind} does not use --{name}.", "Leave it out.")
 
 
 def _check_kinds(

@@ -104,6 +104,8 @@ def test_without_a_gpu_it_says_so(cli, words):
         (("--calibrate",), "has no place to go"),
         (("--calibrate", "-o", "f", "--into", "g"), "either -o or --into"),
         (("--calibrate", "--device", "cpu", "--json"), "measured on a GPU"),
+        (("--calibrate", "--json", "--batch", "2"), "--calibrate does not use --batch"),
+        (("DIR", "--against", "m", "--dtype", "fp16"), "DIR does not use --dtype"),
         (("--shape", ""), "The value of --shape is empty"),
         (("--shape", SHAPE, "--device", "cpu", "--repeats", "0"), "--repeats is 0"),
         (("--shape", SHAPE, "--device", "cpu", "--batch", "x"), "--batch is 'x'"),
