@@ -200,7 +200,7 @@ def test_no_output_folder(cli, llama):
 def test_auto_and_learned_are_clear_errors(cli, llama, tmp_path):
     (tmp_path / "auto.yaml").write_text("method: auto\n")
     code, _, err = cli("rewrite", llama, "--policy", tmp_path / "auto.yaml", "--dry-run")
-    assert code == 2 and "needs a GPU and a context" in err
+    assert code == 2 and "--gpu h200 --context 128k" in err
     code, _, err = cli("rewrite", llama, "--policy", "msa-m3", "-o", tmp_path / "out")
     assert code in (2, 5) and "learned" in err and not (tmp_path / "out").exists()
 
