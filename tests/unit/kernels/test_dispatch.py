@@ -82,7 +82,7 @@ def test_auto_on_a_cpu_is_the_reference(name, monkeypatch):
 
 
 CANNOT = {
-    "float64 has no tensor-core kernels": {"dtype": torch.float64},
+    "torch.float64 has no tensor-core kernels here": {"dtype": torch.float64},
     "head sizes beyond 256 do not fit a tile": {"size": 257},
     "a scale that is not positive turns the order of the scores round": {
         "options": {**SIZES, "scale": -0.5}
