@@ -6,8 +6,9 @@ from dataclasses import dataclass, replace
 
 from sparsify.cost_model.calibration import Calibration
 from sparsify.cost_model.configuration import Configuration
+from sparsify.cost_model.crossover import crossover_tokens
 from sparsify.cost_model.hardware import Gpu
-from sparsify.cost_model.layer_cost import LayerCost, crossover_tokens, layer_cost
+from sparsify.cost_model.layer_cost import LayerCost, layer_cost
 from sparsify.cost_model.workload import BF16, AttentionShape, ElementBytes, Workload
 
 __all__ = ["Situation"]

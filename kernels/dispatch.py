@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 from importlib.util import find_spec
 from itertools import pairwise
 from types import ModuleType
@@ -15,6 +17,8 @@ from sparsify.kernels import reference
 from sparsify.kernels.layout import Layout, block_count, key_slots
 
 __all__ = ["attends_every_block", "implementation", "with_topk_in_force"]
+
+_log = logging.getLogger(__name__)
 
 
 def implementation(
@@ -44,13 +48,25 @@ def implementation(
             f"SPARSIFY_IMPL is triton, but {why}.",
             "Use SPARSIFY_IMPL=auto or SPARSIFY_IMPL=reference.",
         )
+    _tell(name, why)
     return reference
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
+
+
+@functools.cache
+def _tell(name: str, why: str) -> None:
+    """Once per reason that a call on a GPU is left to the reference."""
+    _log.info("sparsify::%s runs as plain PyTorch: %s", name, why)
 
 
 def _why_not_triton(
     name: str, args: tuple[Any, ...], layout: Layout, options: dict[str, Any]
 ) -> str | None:
-    if find_spec("triton") is None:
+    if not _has_triton():
         return "triton is not installed"
     from sparsify.kernels import accelerated
 

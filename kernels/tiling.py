@@ -1,7 +1,7 @@
 """Tile shapes of the kernels, by the shape of the problem and the GPU's shared memory.
 
-The numbers were measured on an H200 (benchmarks/moba_h200.py); on other GPUs they are the same as
-far as shared memory goes.
+Those of head size 128 in two-byte elements were measured on an H200; other sizes follow from what
+fits registers and shared memory, and were not tuned.
 """
 
 from __future__ import annotations

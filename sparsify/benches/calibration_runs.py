@@ -8,6 +8,7 @@ Legend: B batch, H query heads, G key/value heads, T queries, S keys, D head siz
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -27,6 +28,8 @@ from sparsify.errors import UsageError
 from sparsify.timing import Run, Timing, machine, time_call
 
 __all__ = ["Sizes", "calibrate", "graph_timer", "measured_runs"]
+
+LOGGER = logging.getLogger("sparsify")
 
 GROUPS = (1, 4, 8, 16)
 MOBA = tuple(replace(c, decode="sparse") for c in PUBLISHED if c.method == "moba")
@@ -87,7 +90,8 @@ def graph_timer(device: torch.device) -> Timer:
             return time_call(run, device=device, graph=True, **options)
         except torch.OutOfMemoryError:
             raise
-        except RuntimeError:
+        except RuntimeError as error:
+            LOGGER.warning("a call is timed as it is launched, not as a CUDA graph: %s", error)
             torch.cuda.synchronize(device)
             return time_call(run, device=device, **options)
 

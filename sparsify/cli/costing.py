@@ -239,7 +239,7 @@ def _range(time: TimeEstimate) -> Range:
 
 def _range_means(row: Row) -> str:
     if row.sparse.time.source is Source.BOUND:
-        return "shaded: from the slowest to the fastest public kernels; nothing is calibrated here"
+        return "shaded: what published measurements of kernels span; nothing is calibrated here"
     return "shaded: mean error of the calibration on runs it had not seen"
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["comparison", "estimate"]
 
 MEANINGS = {
-    Source.BOUND: "range: nothing was calibrated; from the slowest to the fastest public kernels.",
+    Source.BOUND: "range: nothing was calibrated; what published measurements of kernels span.",
     Source.CALIBRATED: "calibrated: from efficiencies measured on this GPU, with their error.",
     Source.MEASURED: "measured: runs of this very configuration.",
 }

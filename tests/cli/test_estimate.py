@@ -305,7 +305,7 @@ def test_a_plot(cli, tmp_path):
         "qwen3-32b on B200-SXM-180GB, prefill: dense attention against MSA learned 128/16",
         "Attention of all 64 layers",
         "crossover at ",
-        "shaded: from the slowest to the fastest public",
+        "shaded: what published measurements",
         "weights and caches exceed the GPU",
         "not a measurement",
     ):

@@ -9,8 +9,8 @@ import pytest
 
 from sparsify.cost_model.calibration import Calibration, FamilyEfficiency
 from sparsify.cost_model.configuration import DENSE, PUBLISHED
+from sparsify.cost_model.crossover import crossover_tokens
 from sparsify.cost_model.hardware import load_gpu
-from sparsify.cost_model.layer_cost import crossover_tokens
 from sparsify.cost_model.limits import speedup_limit
 from sparsify.cost_model.workload import ElementBytes, Phase
 from sparsify.errors import NothingToDoError, UnknownGpuError, UsageError

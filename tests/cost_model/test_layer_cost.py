@@ -7,9 +7,10 @@ import pytest
 from sparsify.cost_model.calibration import Calibration, packaged_calibration
 from sparsify.cost_model.configuration import DENSE, PUBLISHED, Configuration
 from sparsify.cost_model.counts import StageCounts
+from sparsify.cost_model.crossover import crossover_tokens
 from sparsify.cost_model.efficiencies import share_of_bound, share_of_speedup
 from sparsify.cost_model.hardware import list_gpus, load_gpu
-from sparsify.cost_model.layer_cost import WORKSPACE_BYTES, crossover_tokens, layer_cost
+from sparsify.cost_model.layer_cost import WORKSPACE_BYTES, layer_cost
 from sparsify.cost_model.roofline import imbalance_factor, stage_bound, wave_factor
 from sparsify.cost_model.times import ZERO_TIME, Source, TimeEstimate
 from sparsify.cost_model.workload import AttentionShape, ElementBytes, Phase, Workload

@@ -141,12 +141,23 @@ def test_triton_by_name_needs_a_gpu_or_the_interpreter(name, accelerated, monkey
 
 
 def test_without_triton(monkeypatch):
-    monkeypatch.setattr(dispatch, "find_spec", lambda _: None)
+    monkeypatch.setattr(dispatch, "_has_triton", lambda: False)
     monkeypatch.setenv("SPARSIFY_IMPL", "auto")
     assert chosen("moba_attention") is reference
     monkeypatch.setenv("SPARSIFY_IMPL", "triton")
     with pytest.raises(UsageError, match="triton is not installed"):
         chosen("moba_attention")
+
+
+def test_a_call_left_to_the_reference_is_told_once(accelerated, monkeypatch, caplog):
+    monkeypatch.setenv("SPARSIFY_IMPL", "auto")
+    dispatch._tell.cache_clear()
+    with caplog.at_level("INFO", logger="sparsify"):
+        for _ in range(2):
+            assert chosen("moba_attention", dtype=torch.float64) is reference
+            assert chosen("moba_attention") is accelerated
+    (record,) = caplog.records
+    assert "runs as plain PyTorch: torch.float64" in record.getMessage()
 
 
 def test_a_call_on_a_cpu_imports_no_kernels():
