@@ -83,7 +83,7 @@ def measured(run):
     """Time of a prefill in ms, and peak memory in GiB, weights included."""
     with torch.inference_mode():
         torch.cuda.reset_peak_memory_stats()
-        timing = time_call(run, device=DEVICE, repeats=3, warm_up=1, flush_l2=False, budget_s=25.0)
+        timing = time_call(run, device=DEVICE, repeats=3, warm_up=1, flush_l2=False, budget_s=15.0)
     peak = torch.cuda.max_memory_allocated() / 2**30
     gc.collect()
     torch.cuda.empty_cache()
