@@ -28,6 +28,8 @@ def planned_attention(
     key_mask: Tensor | None = None,
     q_start: Tensor | None = None,
     block_means: Tensor | None = None,
+    block_origin: Tensor | None = None,
+    index: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Output `[B, H, T, V]` of the plan's op; every block is attended where the plan says dense.
 
@@ -39,19 +41,26 @@ def planned_attention(
             each of which is attended as if it were alone. As many keys as queries, and no cache.
         key_mask: `[B, S]` bool, False where a key is hidden.
         q_start, block_means: see `moba_attention`; with a cache.
+        block_origin: where block 0 begins, `[B]`; at the first real key by default.
+        index: index queries `[B, G, T, I]` and keys `[B, 1, S, I]` of a learned indexer.
 
     Raises:
-        ValueError: `documents` are given with a cache.
+        ValueError: `documents` are given with a cache, or a learned indexer's tensors are missing.
         RuntimeError: equal numbers of a row do not stand next to each other.
     """
+    if (plan.indexer == "learned") != (index is not None):
+        raise ValueError(f"{plan.key}: tensors of a learned indexer are missing, or not wanted.")
     if documents is None:
         where = {"q_start": q_start, "key_mask": key_mask, "block_means": block_means}
-        return _attention(plan, q_BHTD, k_BGSD, v_BGSV, scale, **where)
+        where["block_origin"] = block_origin
+        return _attention(plan, q_BHTD, k_BGSD, v_BGSV, scale, index, **where)
     _check_no_cache(q_BHTD, k_BGSD, q_start, block_means)
     batch, length = q_BHTD.shape[0], q_BHTD.shape[2]
     layout = document_layout(documents.expand(batch, -1), key_mask)
     q_row, k_row, v_row = (as_packed_row(x) for x in (q_BHTD, k_BGSD, v_BGSV))
-    out = _attention(plan, q_row, k_row, v_row, scale, **layout._asdict())
+    if index is not None:
+        index = as_packed_row(index[0]), as_packed_row(index[1])
+    out = _attention(plan, q_row, k_row, v_row, scale, index, **layout._asdict())
     return as_batch(out, batch, length)
 
 
@@ -73,6 +82,7 @@ def _attention(
     k_BGSD: Tensor,
     v_BGSV: Tensor,
     scale: float | None,
+    index: tuple[Tensor, Tensor] | None,
     *,
     block_means: Tensor | None = None,
     **layout: Tensor | None,
@@ -88,5 +98,5 @@ def _attention(
     }
     if plan.method == "moba":
         return schemas.moba_attention(q_BHTD, k_BGSD, v_BGSV, block_means=block_means, **options)[0]
-    index = proxy_index(q_BHTD, k_BGSD)
+    index = proxy_index(q_BHTD, k_BGSD) if index is None else index
     return schemas.msa_attention(q_BHTD, k_BGSD, v_BGSV, *index, local=plan.local, **options)[0]

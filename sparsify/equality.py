@@ -181,6 +181,8 @@ def _batched(call: SiteCall, place: int) -> SiteCall:
         q_start=twice(call.q_start),
         key_mask=twice(call.key_mask),
         documents=twice(call.documents),
+        block_origin=twice(call.block_origin),
+        index=None if call.index is None else (pair(call.index[0]), pair(call.index[1])),
     )
 
 

@@ -113,10 +113,10 @@ def _recall(call: SiteCall) -> LayerRecall:
 def select(call: SiteCall) -> torch.Tensor:
     """The blocks `[B, Hq or Hkv, T, K']` that the site's plan chooses for this call."""
     plan, (size, topk) = call.plan, call.plan.budget
-    where = {"q_start": call.q_start, "key_mask": call.key_mask}
+    where = {"q_start": call.q_start, "key_mask": call.key_mask, "block_origin": call.block_origin}
     if plan.method == "moba":
         return schemas.moba_select(call.q, call.k, **where, block_size=size, topk=topk)
-    iq, ik = proxy_index(call.q, call.k)
+    iq, ik = proxy_index(call.q, call.k) if call.index is None else call.index
     return schemas.msa_select(iq, ik, **where, block_size=size, topk=topk, local=plan.local)
 
 

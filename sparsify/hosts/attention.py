@@ -1,8 +1,8 @@
 """The attention function of a rewritten transformers model: sparse where its plan says so.
 
 It is stateless: the plan of a site sits on its attention module (`module.sparsify_plan`), what is
-known of the mask arrives as a `SparsityMask`, and what is known of the cache as the keyword
-`sparsify_cache`. Everything else goes to the model's previous attention, and is counted.
+known of the mask arrives as a `SparsityMask`, and what is known of the cache and of the learned
+indexer as the keywords `sparsify_cache` and `sparsify_index`. Everything else goes to the model's previous attention, and is counted.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from sparsify import settings
 from sparsify.errors import CaptureError, StrictError
 from sparsify.hosts.caches import CacheUse
 from sparsify.hosts.calls import SiteCall, current_observer, run_sparse
+from sparsify.hosts.index_keys import IndexUse
 from sparsify.hosts.masks import SparsityMask, dense_implementation
+from sparsify.hosts.native_sparse import chosen_only, from_slot_0
 from sparsify.plans import LayerPlan
 
 __all__ = ["FALLBACK", "sparsify_attention"]
@@ -39,6 +41,7 @@ def sparsify_attention(
     dropout: float = 0.0,
     scaling: float | None = None,
     sparsify_cache: CacheUse | None = None,
+    sparsify_index: IndexUse | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attention function for `AttentionInterface`: sparse where the module's plan says so.
@@ -49,14 +52,19 @@ def sparsify_attention(
     `StrictError` under SPARSIFY_STRICT=1.
     """
     plan: LayerPlan | None = getattr(module, "sparsify_plan", None)
+    chosen = kwargs.pop("block_indices", None)  # of a layer that is sparse by itself
+    native = isinstance(chosen, IndexUse)
+    index = _index(chosen if native else sparsify_index)
     reason = _planned_dense(plan, query, key, attention_mask)
     if reason is None and plan is not None:
         fallback = _fallback(query, key, attention_mask, dropout, kwargs)
         fallback = fallback or _unfit_cache(query, key, sparsify_cache)
+        fallback = fallback or _unfit_index(plan, key, index)
         if fallback is not None and settings.strict():
             raise StrictError(f"{plan.fqn} would run dense: {fallback}.")
         if fallback is None:
-            call = _site_call(plan, query, key, value, scaling, attention_mask)
+            call = _site_call(plan, query, key, value, scaling, attention_mask, index)
+            call = from_slot_0(call) if native else call
             watch = current_observer()
             if watch is not None:
                 watch[0](call)
@@ -65,9 +73,11 @@ def sparsify_attention(
                 means = _block_means(plan, key, attention_mask, sparsify_cache)
                 return run_sparse(call, means).transpose(1, 2).contiguous(), None
         reason = "observed" if fallback is None else FALLBACK + fallback
-    _count(module, f"dense: {reason}")
+    _count(module, f"{'dense' if chosen is None else 'sparse by itself'}: {reason}")
     dense = _dense_function(module)
     mask = attention_mask.dense() if isinstance(attention_mask, SparsityMask) else attention_mask
+    if chosen is not None:
+        mask = chosen_only(module, query, key, mask, chosen, kwargs.get("position_ids"))
     out: tuple[torch.Tensor, torch.Tensor | None] = dense(
         module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs
     )
@@ -81,8 +91,16 @@ def _site_call(
     value: torch.Tensor,
     scaling: float | None,
     mask: SparsityMask,
+    index: tuple[torch.Tensor, torch.Tensor] | None,
 ) -> SiteCall:
-    return SiteCall(plan, query, key, value, scaling, mask.q_start, mask.padding, mask.documents)
+    where = mask.q_start, mask.padding, mask.documents
+    return SiteCall(plan, query, key, value, scaling, *where, index)
+
+
+def _index(use: IndexUse | None) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Index queries, and index keys of all tokens, where both are there."""
+    keys = None if use is None else use.all_keys()
+    return None if use is None or keys is None else (use.queries, keys)
 
 
 def _planned_dense(
@@ -133,6 +151,15 @@ def _unfit_cache(query: torch.Tensor, key: torch.Tensor, cache: CacheUse | None)
     if cache is not None:
         return cache.unfit
     return "the keys come from a cache that is not seen" if key.shape[2] > query.shape[2] else None
+
+
+def _unfit_index(plan: LayerPlan, key: torch.Tensor, index: Any) -> str | None:
+    """Why a learned indexer cannot choose, or None."""
+    if plan.indexer != "learned":
+        return None
+    if index is None:
+        return "the cache does not hold an index key for every key"
+    return None if index[1].shape[2] == key.shape[2] else "keys and index keys differ in number"
 
 
 def _block_means(

@@ -1,9 +1,11 @@
-"""KV caches: which layers give back every key exactly, and layers that also keep block means.
+"""KV caches: which layers give back every key exactly, and layers that keep block means besides, or
+the index keys of a learned indexer.
 
 A mean is taken once, when its block is complete, over the stored keys, so a decode step reads one
 mean per block instead of every key and chooses exactly as the whole prefill does. transformers'
-growing layer is replaced by one that keeps them; static layers are attended without. A layer that
-rounds its keys, drops some of them or is not known is not attended sparsely at all.
+growing layer is replaced by one that keeps them; static layers are attended without. Both kinds are
+replaced by one that keeps index keys where a learned indexer is in use. A layer that rounds its
+keys, drops some of them or is not known is not attended sparsely at all.
 """
 
 from __future__ import annotations
@@ -13,11 +15,19 @@ from typing import Any
 
 import torch
 from transformers import cache_utils
-from transformers.cache_utils import Cache, DynamicLayer, EncoderDecoderCache
+from transformers.cache_utils import Cache, DynamicLayer, EncoderDecoderCache, StaticLayer
 
+from sparsify.hosts.index_keys import IndexKeys, StaticIndexKeys
 from sparsify.kernels.scores import mean_keys
 
-__all__ = ["BlockMeans", "CacheUse", "SparseDynamicLayer", "cache_use", "sparse_layer"]
+__all__ = [
+    "BlockMeans",
+    "CacheUse",
+    "SparseDynamicLayer",
+    "SparseStaticLayer",
+    "cache_use",
+    "sparse_layer",
+]
 
 
 class BlockMeans:
@@ -116,15 +126,33 @@ class BlockMeans:
 
 
 class SparseDynamicLayer(DynamicLayer):  # type: ignore[misc]
-    """transformers' growing cache layer that also keeps block means.
+    """transformers' growing cache layer that also keeps block means, and index keys if offered.
 
     The means of an offloaded layer stay where they are: they are small, and the next step wants
-    them.
+    them. Index keys go with the keys.
     """
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.block_means = BlockMeans()
+        self.index_keys = IndexKeys()
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        before = self.get_seq_length()
+        keys, values = super().update(key_states, value_states, *args, **kwargs)
+        self.index_keys.grow(before, key_states.shape[2])
+        return keys, values
+
+    def offload(self) -> None:
+        super().offload()
+        self.index_keys.move("cpu")
+
+    def prefetch(self) -> None:
+        super().prefetch()
+        if self.is_initialized:
+            self.index_keys.move(self.device)
 
     def block_means_for(
         self, keys: torch.Tensor, block_size: int, origins: tuple[int, ...] | None
@@ -135,26 +163,66 @@ class SparseDynamicLayer(DynamicLayer):  # type: ignore[misc]
     def reset(self) -> None:
         super().reset()
         self.block_means.reset()
+        self.index_keys.reset()
 
     def crop(self, tokens_to_remove: int) -> None:
         super().crop(tokens_to_remove)
         self.block_means.crop(self.get_seq_length())
+        self.index_keys.crop(self.get_seq_length())
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         super().reorder_cache(beam_idx)
-        self.block_means.index(beam_idx)
+        self._index(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         rows = None if self.keys is None else torch.arange(self.keys.shape[0])
         super().batch_repeat_interleave(repeats)
         if rows is not None:
-            self.block_means.index(rows.repeat_interleave(repeats))
+            self._index(rows.repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         rows = None if self.keys is None else torch.arange(self.keys.shape[0])
         super().batch_select_indices(indices)
         if rows is not None:
-            self.block_means.index(rows[indices.cpu()])
+            self._index(rows[indices.cpu()])
+
+    def _index(self, rows: torch.Tensor) -> None:
+        self.block_means.index(rows)
+        self.index_keys.index(rows)
+
+
+class SparseStaticLayer(StaticLayer):  # type: ignore[misc]
+    """transformers' static cache layer that also keeps index keys."""
+
+    def __init__(self, max_cache_len: int, **kwargs: Any) -> None:
+        super().__init__(max_cache_len, **kwargs)
+        self.index_keys = StaticIndexKeys(max_cache_len, empty=True)
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        keys, values = super().update(key_states, value_states, *args, **kwargs)
+        count = key_states.shape[2]
+        slots = torch.arange(count, device=keys.device) + (self.cumulative_length - count)
+        self.index_keys.write(slots)
+        return keys, values
+
+    def offload(self) -> None:
+        super().offload()
+        self.index_keys.move("cpu")
+
+    def prefetch(self) -> None:
+        super().prefetch()
+        if self.is_initialized:
+            self.index_keys.move(self.device)
+
+    def reset(self) -> None:
+        super().reset()
+        self.index_keys.reset()
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        super().reorder_cache(beam_idx)
+        self.index_keys.index(beam_idx)
 
 
 @dataclass(frozen=True)
@@ -162,11 +230,13 @@ class CacheUse:
     """What one attention module may make of its cache.
 
     `unfit` says why the keys it gives back are not all keys as they were computed; None if they
-    are. `layer` keeps block means; None where the cache layer keeps none.
+    are. `layer` keeps block means; None where the cache layer keeps none. `index_keys` are those
+    of a learned indexer; None where the cache layer keeps none.
     """
 
     unfit: str | None = None
     layer: SparseDynamicLayer | None = None
+    index_keys: IndexKeys | None = None
 
 
 def _layer_classes(names: str) -> frozenset[type]:
@@ -176,25 +246,40 @@ def _layer_classes(names: str) -> frozenset[type]:
 
 
 # By identity: a subclass may store its keys in another way.
-_EXACT = {SparseDynamicLayer} | _layer_classes(
+_EXACT = {SparseDynamicLayer, SparseStaticLayer} | _layer_classes(
     "DynamicLayer StaticLayer LinearAttentionAndFullAttentionLayer "
     "LinearAttentionAndStaticFullAttentionLayer"
 )
 _QUANTISED = tuple(_layer_classes("BaseQuantizedLayer QuantizedLayer"))
 
 
-def cache_use(cache: Any, layer_idx: int) -> CacheUse:
-    """How layer `layer_idx` of `cache` may be used; its layer is replaced as by `sparse_layer`."""
+def cache_use(cache: Any, layer_idx: int, *, indexed: bool = False) -> CacheUse:
+    """How layer `layer_idx` of `cache` may be used; its layer is replaced as by `sparse_layer`, and
+    if it is to be `indexed`, a static one by one that keeps index keys."""
     if isinstance(cache, EncoderDecoderCache):
         cache = cache.self_attention_cache
     if not isinstance(cache, Cache) or type(cache).update is not Cache.update:
         return CacheUse(f"caches of kind {type(cache).__name__} are not known")
     layer = sparse_layer(cache, layer_idx)
     if layer is not None:
-        return CacheUse(layer=layer)
+        return CacheUse(layer=layer, index_keys=layer.index_keys)
     if layer_idx >= len(cache.layers):
         return CacheUse("the cache has no layer for this module")
-    return CacheUse(_unfit(cache.layers[layer_idx]))
+    if indexed and type(cache.layers[layer_idx]) is StaticLayer:
+        cache.layers[layer_idx] = _indexed_static(cache.layers[layer_idx])
+    index_keys = getattr(cache.layers[layer_idx], "index_keys", None)
+    known = index_keys if isinstance(index_keys, IndexKeys) else None
+    return CacheUse(_unfit(cache.layers[layer_idx]), index_keys=known)
+
+
+def _indexed_static(layer: Any) -> SparseStaticLayer:
+    """The static layer as one that keeps index keys. Whether it is empty is asked of the device,
+    once."""
+    replaced = SparseStaticLayer(layer.max_cache_len)
+    replaced.__dict__.update(layer.__dict__)
+    empty = not layer.is_initialized or int(layer.cumulative_length) == 0
+    replaced.index_keys = StaticIndexKeys(layer.max_cache_len, empty=empty)
+    return replaced
 
 
 def _unfit(layer: Any) -> str | None:

@@ -23,8 +23,9 @@ class SiteCall:
     """The arguments of one call.
 
     q `[B, Hq, T, D]`, k and v `[B, Hkv, S, *]`; `q_start` `[B]` and `key_mask` `[B, S]` are the
-    op's arguments of these names, None at their defaults; `scale` None means D ** -0.5. `documents`
-    `[B, T]` are the numbers of the tokens' documents, None where every row is one document.
+    op's arguments of these names, as is `block_origin`, None at their defaults; `scale` None means D ** -0.5. `documents`
+    `[B, T]` are the numbers of the tokens' documents, None where every row is one document. `index`
+    are the index queries `[B, Hkv, T, I]` and keys `[B, 1, S, I]` of a learned indexer.
     """
 
     plan: LayerPlan
@@ -35,6 +36,8 @@ class SiteCall:
     q_start: torch.Tensor | None
     key_mask: torch.Tensor | None
     documents: torch.Tensor | None = None
+    index: tuple[torch.Tensor, torch.Tensor] | None = None
+    block_origin: torch.Tensor | None = None
 
 
 Observer = Callable[[SiteCall], None]
@@ -68,5 +71,7 @@ def run_sparse(call: SiteCall, block_means: torch.Tensor | None = None) -> torch
             key_mask=call.key_mask,
             documents=call.documents,
             block_means=block_means,
+            block_origin=call.block_origin,
+            index=call.index,
             scale=call.scale,
         )

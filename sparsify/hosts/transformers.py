@@ -12,7 +12,6 @@ import contextlib
 import copy
 import dataclasses
 import functools
-import inspect
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -23,15 +22,15 @@ import torch
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
-    Cache,
     PreTrainedConfig,
     PreTrainedModel,
 )
 
 from sparsify.errors import ArtefactError, CaptureError, UsageError
 from sparsify.hosts.attention import FALLBACK, sparsify_attention
-from sparsify.hosts.caches import cache_use
+from sparsify.hosts.indexers import indexers_of, insert, take_out
 from sparsify.hosts.masks import dense_implementation, sparsify_mask
+from sparsify.hosts.offering import offer, passes_keywords
 from sparsify.manifests import MANIFEST, check_file, intact
 from sparsify.plans import LayerPlan, Plan
 
@@ -68,23 +67,6 @@ def fallbacks(model: torch.nn.Module) -> dict[str, str]:
     return found
 
 
-def _offer_cache(
-    module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Forward pre-hook: let the attention function see the cache of its module."""
-    cache, layer_idx = _cache_among(args, kwargs), getattr(module, "layer_idx", None)
-    if cache is not None and isinstance(layer_idx, int):
-        kwargs = {**kwargs, "sparsify_cache": cache_use(cache, layer_idx)}
-    return args, kwargs
-
-
-def _cache_among(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The cache by the names it has in transformers, or by its type."""
-    named = (kwargs.get(name) for name in ("cache", "past_key_values", "layer_past"))
-    placed = (value for value in args if isinstance(value, Cache))
-    return next((cache for cache in (*named, *placed) if cache is not None), None)
-
-
 class Handle:
     """An applied plan; `restore()` undoes it."""
 
@@ -110,12 +92,13 @@ class Handle:
 
 def _strip(model: PreTrainedModel, previous: str) -> None:
     """Take every trace of a plan off the model."""
-    for module in model.modules():
+    for module in list(model.modules()):
         hook = module.__dict__.pop("sparsify_hook", None)
         if hook is not None:
             hook.remove()
         module.__dict__.pop("sparsify_plan", None)
         module.__dict__.pop("sparsify_counts", None)
+        take_out(module)
     model.set_attn_implementation(previous)
     for config in _configs(model):
         for name in ("sparsify", "attn_implementation"):
@@ -125,7 +108,8 @@ def _strip(model: PreTrainedModel, previous: str) -> None:
 def apply(model: PreTrainedModel, plan: Plan) -> Handle:
     """Put `plan` on the attention modules of `model`, in place.
 
-    A plan that was applied before is replaced. The model is left as it was when this fails.
+    A plan that was applied before is replaced; learned indexers keep their weights where they fit.
+    The model is left as it was when this fails.
 
     Raises:
         CaptureError: a planned site cannot be reached in this model.
@@ -135,7 +119,7 @@ def apply(model: PreTrainedModel, plan: Plan) -> Handle:
         raise CaptureError(f"{type(model).__name__} is not a transformers model.")
     modules = dict(model.named_modules())
     _check_reachable(model, modules, plan)
-    previous = model.config._attn_implementation
+    previous, known = model.config._attn_implementation, indexers_of(model)
     if previous == NAME:
         previous = dense_implementation(model.config)
         _strip(model, previous)
@@ -153,6 +137,13 @@ def apply(model: PreTrainedModel, plan: Plan) -> Handle:
     # Saved, so that transformers without this package refuses the folder instead of loading it
     # dense without a word.
     model.config.attn_implementation = NAME
+    try:
+        for layer in plan.rewritten:
+            if layer.indexer == "learned":
+                insert(model, layer, known.get(layer.fqn))
+    except CaptureError:
+        _strip(model, previous)
+        raise
     for layer in plan:
         _mark(modules[layer.fqn], layer)
     return handle
@@ -175,9 +166,10 @@ def _check_reachable(
                 "calls apart.",
                 "Keep the module dense by a layer rule.",
             )
-        if layer.indexer == "learned":
+        if layer.indexer == "learned" and not passes_keywords(modules[layer.fqn]):
             raise CaptureError(
-                f"{layer.key}: the learned indexer is not available on this host yet.",
+                f"{layer.key}: {type(modules[layer.fqn]).__name__} does not pass on what a learned "
+                "indexer has for its attention.",
                 'Use indexer="proxy".',
             )
 
@@ -187,10 +179,9 @@ def _mark(module: torch.nn.Module, layer: LayerPlan) -> None:
         return
     module.sparsify_plan = layer  # type: ignore[assignment]
     module.sparsify_counts = Counter()  # type: ignore[assignment]
-    signature = inspect.signature(type(module).forward)
-    if layer.sparse and any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values()):
+    if layer.sparse and passes_keywords(module):
         module.sparsify_hook = module.register_forward_pre_hook(  # type: ignore[assignment]
-            _offer_cache, with_kwargs=True
+            offer, with_kwargs=True
         )
 
 

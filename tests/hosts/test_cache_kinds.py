@@ -15,6 +15,7 @@ from transformers.cache_utils import (
 )
 
 from sparsify.errors import StrictError
+from sparsify.hosts import offering
 from sparsify.hosts import transformers as host
 from sparsify.hosts.caches import SparseDynamicLayer, cache_use
 from sparsify.plans import LayerPlan, Plan
@@ -301,5 +302,5 @@ def test_the_cache_is_found_by_its_names_and_by_its_type():
         ((), {"layer_past": cache}),
         ((torch.ones(1), None, cache), {}),
     ):
-        assert host._cache_among(args, kwargs) is cache
-    assert host._cache_among((torch.ones(1),), {"cache": None}) is None
+        assert offering._cache_among(args, kwargs) is cache
+    assert offering._cache_among((torch.ones(1),), {"cache": None}) is None

@@ -1,0 +1,205 @@
+"""Learned indexers in the attention modules of a model: put in, kept, taken out.
+
+An indexer is the child `indexer` of its attention module. One that the model has of its own
+(transformers' MiniMax-M3) is replaced, while a plan is applied, by ours on the very same
+parameters.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sparsify.errors import CaptureError
+from sparsify.hosts.index_start import Projections, projections_of, start
+from sparsify.hosts.native_sparse import NativeIndexer, is_native, on_parameters_of
+from sparsify.indexers import MSAIndexer, turning_columns
+from sparsify.plans import LayerPlan
+
+__all__ = ["NAME", "indexers_of", "insert", "new_indexer", "take_out"]
+
+NAME = "indexer"
+
+_log = logging.getLogger(__name__)
+
+
+def indexers_of(model: nn.Module) -> dict[str, MSAIndexer]:
+    """The learned indexers in a model by the paths of their attention modules."""
+    ends = f".{NAME}"
+    return {
+        name.removesuffix(ends): module
+        for name, module in model.named_modules()
+        if isinstance(module, MSAIndexer)
+    }
+
+
+def insert(model: nn.Module, layer: LayerPlan, known: MSAIndexer | None = None) -> None:
+    """Put a learned indexer into the attention module of a layer.
+
+    Args:
+        known: one with weights already; it is taken if its sizes fit.
+
+    Raises:
+        CaptureError: the module has no place for one, or its rotary tables cannot be read.
+    """
+    module = model.get_submodule(layer.fqn)
+    own = getattr(module, NAME, None)
+    if own is None:
+        fits = known is not None and known.index_dim == layer.index_dim
+        module.add_module(NAME, known if fits else new_indexer(model, layer))
+        return
+    if not is_native(own):
+        raise CaptureError(f"{layer.key} has an attribute {NAME!r} of its own, of another kind.")
+    _check_native(own, layer)
+    module.add_module(NAME, on_parameters_of(own))
+
+
+def take_out(module: nn.Module) -> None:
+    """Undo `insert`; nothing happens without an indexer of ours."""
+    indexer = module._modules.get(NAME)
+    if isinstance(indexer, NativeIndexer):
+        module.add_module(NAME, indexer.replaced)
+    elif isinstance(indexer, MSAIndexer):
+        del module._modules[NAME]
+
+
+def _check_native(native: Any, layer: LayerPlan) -> None:
+    wanted = (layer.index_dim, *layer.budget, layer.local)
+    there = (native.head_dim, native.block_size, native.topk_blocks, "inside")
+    if wanted != there:
+        raise CaptureError(
+            f"{layer.key} is sparse by itself: index_dim {there[0]}, block size {there[1]}, "
+            f"top-k {there[2]}; the plan has {wanted[0]}, {wanted[1]} and {wanted[2]}.",
+            "Plan it with its own sizes, or keep it as it is by a layer rule.",
+        )
+    if native.local_blocks != 1:
+        raise CaptureError(
+            f"{layer.key} always attends {native.local_blocks} local blocks; only 1 is supported.",
+            "Keep it as it is by a layer rule.",
+        )
+
+
+def new_indexer(model: nn.Module, layer: LayerPlan) -> MSAIndexer:
+    """An untrained indexer for a layer, its weights from the layer's own projections.
+
+    Raises:
+        CaptureError: the rotary tables cannot be read, or sizes are unknown.
+    """
+    assert layer.index_dim is not None
+    module = model.get_submodule(layer.fqn)
+    head_dim = _head_dim(module, layer)
+    above = layer.fqn.rpartition(".")[0]
+    own = projections_of(module, model.get_submodule(above), head_dim)
+    hidden, groups = _sizes(module, own, layer)
+    width, interleaved = _rotary(model, module, layer)
+    columns = turning_columns(layer.index_dim, head_dim, width, groups, interleaved=interleaved)
+    weight = next(module.parameters())
+    wanted = weight.dtype if weight.dtype.is_floating_point else torch.get_default_dtype()
+    norm = _norm_of(module, head_dim)
+    indexer = MSAIndexer(
+        hidden,
+        groups,
+        layer.index_dim,
+        columns=columns,
+        norm=norm is not None,
+        bias=own is not None and own.bias,
+        eps=_eps_of(norm),
+        dtype=wanted,
+        device=weight.device,
+    )
+    if own is None:
+        _log.warning("the projections of %s are not known; its indexer starts at random", layer.key)
+    elif not weight.is_meta:
+        pairs = [column // 2 if interleaved else column for column in columns[: len(columns) // 2]]
+        _write(indexer, *start(own, layer.index_dim, pairs, width, interleaved))
+    return indexer.train(module.training)
+
+
+@torch.no_grad()
+def _write(indexer: MSAIndexer, iq_GIC: Tensor, ik_IC: Tensor) -> None:
+    for side, both in ((indexer.q_proj, iq_GIC.flatten(0, 1)), (indexer.k_proj, ik_IC)):
+        side.weight.copy_(both[:, :-1])
+        if side.bias is not None:
+            side.bias.copy_(both[:, -1])
+
+
+def _head_dim(module: Any, layer: LayerPlan) -> int:
+    config = getattr(module, "config", None)
+    found = getattr(module, "head_dim", None) or getattr(config, "head_dim", None)
+    heads = getattr(config, "num_attention_heads", None)
+    if found is None and heads:
+        found = getattr(config, "hidden_size", 0) // heads
+    if not isinstance(found, int) or found < 1:
+        raise CaptureError(f"{layer.key}: its head size is not known.", 'Use indexer="proxy".')
+    return found
+
+
+def _sizes(module: Any, own: Projections | None, layer: LayerPlan) -> tuple[int, int]:
+    """Channels of the hidden state, and key/value heads."""
+    if own is not None:
+        return own.size_C.shape[0] - 1, own.k_GDC.shape[0]
+    config = getattr(module, "config", None)
+    hidden = getattr(config, "hidden_size", None)
+    heads = getattr(config, "num_attention_heads", None)
+    groups = getattr(config, "num_key_value_heads", None) or heads
+    if not isinstance(hidden, int) or not isinstance(groups, int):
+        raise CaptureError(f"{layer.key}: its sizes are not known.", 'Use indexer="proxy".')
+    return hidden, groups
+
+
+def _norm_of(module: Any, head_dim: int) -> Any:
+    """The layer's norm of each head's keys, if it has one."""
+    norm = getattr(module, "k_norm", None)
+    weight = getattr(norm, "weight", None)
+    return norm if isinstance(weight, Tensor) and weight.shape == (head_dim,) else None
+
+
+def _eps_of(norm: Any) -> float:
+    names = ("variance_epsilon", "eps")
+    return float(next((e for n in names if (e := getattr(norm, n, None)) is not None), 1e-6))
+
+
+def _rotary(model: nn.Module, module: nn.Module, layer: LayerPlan) -> tuple[int, bool]:
+    """Width of the rotary tables that the module is given (0 for none), and whether they repeat
+    every frequency at once."""
+    takes = inspect.signature(type(module).forward).parameters
+    if "position_embeddings" not in takes or not getattr(module, "use_rope", True):
+        return 0, False
+    cos = _table(model, layer)
+    half = cos.shape[-1] // 2
+    if cos.dim() == 3 and cos.shape[-1] == 2 * half:
+        if torch.equal(cos[..., :half], cos[..., half:]):
+            return 2 * half, False
+        if torch.equal(cos[..., ::2], cos[..., 1::2]):
+            return 2 * half, True
+    raise _no_tables(layer)
+
+
+@torch.no_grad()
+def _table(model: nn.Module, layer: LayerPlan) -> Tensor:
+    """Cosines of two positions from the `rotary_emb` nearest above the module."""
+    parts = layer.fqn.split(".")
+    above = (model.get_submodule(".".join(parts[:n])) for n in range(len(parts), -1, -1))
+    rotary = next((r for m in above if (r := getattr(m, "rotary_emb", None)) is not None), None)
+    buffers = [] if rotary is None else list(rotary.buffers())
+    if rotary is None or any(buffer.is_meta for buffer in buffers):
+        raise _no_tables(layer)
+    device = buffers[0].device if buffers else None
+    try:
+        found = rotary(torch.zeros(1, device=device), torch.tensor([[1, 2]], device=device))
+    except Exception as error:  # the model's own code
+        raise _no_tables(layer) from error
+    if not isinstance(found, tuple) or not isinstance(found[0], Tensor):
+        raise _no_tables(layer)
+    return found[0]
+
+
+def _no_tables(layer: LayerPlan) -> CaptureError:
+    return CaptureError(
+        f"{layer.key}: the learned indexer cannot read this model's rotary tables.",
+        'Use indexer="proxy".',
+    )
