@@ -2,9 +2,9 @@
 
 A tile of scores [M, 64] is read as [M, 4 lanes, 16]: column 8 i + 2 l + j goes to lane l, which is
 how the accumulator of a tensor core lies in the four threads that share a row. A lane keeps four
-lists, one for every (i mod 2, j), of the four largest values that came their way: four new values
-cost 22 comparisons, and nothing ever moves between threads: the lanes of a row are merged by a
-kernel of its own, in which a thread has a whole row.
+lists, one for every (i mod 2, j), of the largest values that came their way, four or three: four
+new values cost 22 or 16 comparisons, and nothing ever moves between threads: the lanes of a row are
+merged by a kernel of its own, in which a thread has a whole row.
 
 The low bits of a value hold its column without the bits that its list and lane imply. A column is
 `number << 4 | (i mod 2) << 3 | lane << 1 | j`.
@@ -18,9 +18,13 @@ import triton.language as tl
 __all__ = [
     "column_of",
     "keep_largest",
+    "keep_largest_three",
+    "largest16",
+    "largest8",
     "largest_of_lanes",
     "lists_of_tile",
     "merged_lists",
+    "sorted16",
     "sorted8",
 ]
 
@@ -60,6 +64,14 @@ def _largest4(a, b):
         tl.maximum(a[2], b[1]),
         tl.maximum(a[3], b[0]),
     )
+
+
+@triton.jit
+def _largest3(a, b):
+    """The three largest of two sorted threes, sorted."""
+    first, low = _ordered(a[0], b[0])
+    second, third = _ordered(low, tl.maximum(a[1], b[1]))
+    return first, second, tl.maximum(third, tl.maximum(a[2], b[2]))
 
 
 @triton.jit
@@ -111,6 +123,13 @@ def keep_largest(best, x):
 
 
 @triton.jit
+def keep_largest_three(best, x):
+    """Merge four new values into a sorted list of three."""
+    a, b, c, _ = _sorted4(x[0], x[1], x[2], x[3])
+    return _largest3(best, (a, b, c))
+
+
+@triton.jit
 def _renumbered(x, LIST: tl.constexpr, BITS: tl.constexpr):
     """The list's bits put into the low bits of its values, whose scores lose two bits for them."""
     low: tl.constexpr = (1 << BITS) - 1
@@ -131,14 +150,19 @@ def _renumbered4(x, LIST: tl.constexpr, BITS: tl.constexpr):
 
 
 @triton.jit
-def merged_lists(l0, l1, l2, l3, BITS: tl.constexpr):
+def merged_lists(l0, l1, l2, l3, LENGTH: tl.constexpr, BITS: tl.constexpr):
     """The eight largest values of each lane, sorted, as eight tensors; and the largest of the
     values that are the last of their list: had that list been longer, the next might have been as
-    large. All values have `BITS + 2` low bits now.
+    large. Lists have `LENGTH` (3 or 4) values; all have `BITS + 2` low bits now.
     """
+    if LENGTH == 3:
+        none = tl.full(l0[0].shape, float("-inf"), tl.float32)
+        l0, l1 = (l0[0], l0[1], l0[2], none), (l1[0], l1[1], l1[2], none)
+        l2, l3 = (l2[0], l2[1], l2[2], none), (l3[0], l3[1], l3[2], none)
     a, b = _renumbered4(l0, 0, BITS), _renumbered4(l1, 1, BITS)
     c, d = _renumbered4(l2, 2, BITS), _renumbered4(l3, 3, BITS)
-    last = tl.maximum(tl.maximum(a[3], b[3]), tl.maximum(c[3], d[3]))
+    end: tl.constexpr = LENGTH - 1
+    last = tl.maximum(tl.maximum(a[end], b[end]), tl.maximum(c[end], d[end]))
     return _largest8(_merged8(a, b), _merged8(c, d)), last
 
 
@@ -152,6 +176,67 @@ def largest_of_lanes(a, b, c, d):
 def sorted8(x):
     """Eight values, largest first."""
     return _merged8(_sorted4(x[0], x[1], x[2], x[3]), _sorted4(x[4], x[5], x[6], x[7]))
+
+
+@triton.jit
+def largest8(a, b):
+    """The eight largest of two sorted eights, sorted."""
+    return _largest8(a, b)
+
+
+@triton.jit
+def _unbitonic8(x0, x1, x2, x3, x4, x5, x6, x7):
+    """Eight values that rise and then fall (or the other way round), largest first."""
+    x0, x4 = _ordered(x0, x4)
+    x1, x5 = _ordered(x1, x5)
+    x2, x6 = _ordered(x2, x6)
+    x3, x7 = _ordered(x3, x7)
+    x0, x1, x2, x3 = _unbitonic4(x0, x1, x2, x3)
+    x4, x5, x6, x7 = _unbitonic4(x4, x5, x6, x7)
+    return x0, x1, x2, x3, x4, x5, x6, x7
+
+
+@triton.jit
+def _unbitonic16(
+    x0, x1, x2, x3, x4, x5, x6, x7, x8, x9, x10, x11, x12, x13, x14, x15
+):  # fmt: skip
+    """Sixteen values that rise and then fall (or the other way round), largest first."""
+    x0, x8 = _ordered(x0, x8)
+    x1, x9 = _ordered(x1, x9)
+    x2, x10 = _ordered(x2, x10)
+    x3, x11 = _ordered(x3, x11)
+    x4, x12 = _ordered(x4, x12)
+    x5, x13 = _ordered(x5, x13)
+    x6, x14 = _ordered(x6, x14)
+    x7, x15 = _ordered(x7, x15)
+    x0, x1, x2, x3, x4, x5, x6, x7 = _unbitonic8(x0, x1, x2, x3, x4, x5, x6, x7)
+    x8, x9, x10, x11, x12, x13, x14, x15 = _unbitonic8(x8, x9, x10, x11, x12, x13, x14, x15)
+    return x0, x1, x2, x3, x4, x5, x6, x7, x8, x9, x10, x11, x12, x13, x14, x15
+
+
+@triton.jit
+def sorted16(a, b):
+    """Two eights as one sorted sixteen."""
+    a, b = sorted8(a), sorted8(b)
+    return _unbitonic16(
+        a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7],
+        b[7], b[6], b[5], b[4], b[3], b[2], b[1], b[0],
+    )  # fmt: skip
+
+
+@triton.jit
+def largest16(a, b):
+    """The sixteen largest of two sorted sixteens, sorted."""
+    return _unbitonic16(
+        tl.maximum(a[0], b[15]), tl.maximum(a[1], b[14]),
+        tl.maximum(a[2], b[13]), tl.maximum(a[3], b[12]),
+        tl.maximum(a[4], b[11]), tl.maximum(a[5], b[10]),
+        tl.maximum(a[6], b[9]), tl.maximum(a[7], b[8]),
+        tl.maximum(a[8], b[7]), tl.maximum(a[9], b[6]),
+        tl.maximum(a[10], b[5]), tl.maximum(a[11], b[4]),
+        tl.maximum(a[12], b[3]), tl.maximum(a[13], b[2]),
+        tl.maximum(a[14], b[1]), tl.maximum(a[15], b[0]),
+    )  # fmt: skip
 
 
 @triton.jit

@@ -1,0 +1,204 @@
+"""MSA's index scores on Hopper: products and maxima of different blocks at the same time.
+
+The same scores as `msa_scores` writes, for plain calls with blocks of 128 keys. A program has 256
+rows: two warp groups with two halves of 64 rows each, so that the maxima of one half are taken
+while the tensor cores work at others, and a warp that fetches the keys of the blocks ahead into a
+ring of slots. Written in Gluon, since Triton's own warp specialisation does not run there.
+
+Legend: M rows of a half, N keys of a block, D index size.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from sparsify.kernels.select.msa_scores import largest, sorting_number
+
+__all__ = ["BLOCK", "TILE_ROWS", "Keys", "constants", "keys_of", "msa_scores_hopper_fwd_kernel"]
+
+BLOCK = 128
+TILE_ROWS = 256
+_RING_BYTES = 128 << 10
+_MOST_SLOTS = 8
+_REGISTERS = 232  # of a thread that computes; what is left goes to the warp that fetches
+_ELEMENTS = {
+    torch.bfloat16: gl.bfloat16,
+    torch.float16: gl.float16,
+    torch.float8_e4m3fn: gl.float8e4nv,
+}
+_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # by the age of Triton
+
+
+class Keys(NamedTuple):
+    """Index keys as rows of one matrix: head g of batch row b begins at row
+    `b * row_of_batch + g * row_of_head` and at a column of that form."""
+
+    descriptor: TensorDescriptor
+    row_of_batch: int
+    row_of_head: int
+    column_of_batch: int
+    column_of_head: int
+
+
+def keys_of(ik: torch.Tensor) -> Keys | None:
+    """Keys `[B, 1 or G, S, I]` as a matrix of 16-byte aligned rows; None where they are none."""
+    batch, heads, slots, size = ik.shape
+    row, item = ik.stride(2), ik.element_size()
+    if ik.dtype not in _ELEMENTS or ik.stride(3) != 1 or not ik.numel() or row < size:
+        return None
+    row_b, column_b = divmod(ik.stride(0) if batch > 1 else 0, row)
+    row_g, column_g = divmod(ik.stride(1) if heads > 1 else 0, row)
+    rows = (batch - 1) * row_b + (heads - 1) * row_g + slots
+    columns = (batch - 1) * column_b + (heads - 1) * column_g + size
+    aligned = all(x * item % 16 == 0 for x in (row, column_b, column_g))
+    if columns > row or not aligned or ik.data_ptr() % 16:
+        return None
+    layout = gl.NVMMASharedLayout.get_default_for([BLOCK, size], _ELEMENTS[ik.dtype])
+    matrix = TensorDescriptor(ik, [rows, columns], [row, 1], [BLOCK, size], layout)
+    return Keys(matrix, row_b, row_g, column_b, column_g)
+
+
+def constants(dtype: torch.dtype, size: int) -> dict[str, object]:
+    """Constants and options of the kernel."""
+    item = dtype.itemsize
+    return {
+        "D": size,
+        "VECTOR": 16 // item,
+        "SLOTS": min(_MOST_SLOTS, _RING_BYTES // (BLOCK * size * item)),
+        "DEPTH": 32 // item,
+        "REGISTERS": _REGISTERS,
+        "num_warps": 4,
+    }
+
+
+@gluon.jit
+def _fetch(
+    ik, k_ring, full, empty, row, column, begin, end, BYTES: gl.constexpr, SLOTS: gl.constexpr
+):
+    """Fetch the keys of blocks `begin` to `end` into the ring."""
+    for i in range(end - begin):
+        slot = i % SLOTS
+        mbarrier.wait(empty.index(slot), ((i // SLOTS) & 1) ^ 1)
+        mbarrier.expect(full.index(slot), BYTES)
+        at = [row + (begin + i) * 128, column]
+        tma.async_copy_global_to_shared(ik, at, full.index(slot), k_ring.index(slot))
+
+
+@gluon.jit
+def _score(
+    scores_M, row_stride, q_low, q_high, k_ring, full, empty, begin, end, layout: gl.constexpr,
+    SLOTS: gl.constexpr,
+):  # fmt: skip
+    """Scores of two halves of 64 rows. No product may be on its way when the loop turns."""
+    zero = gl.zeros([64, 128], gl.float32, layout)
+    for i in range(end - begin):
+        slot = i % SLOTS
+        mbarrier.wait(full.index(slot), (i // SLOTS) & 1)
+        k_DN = k_ring.index(slot).permute((1, 0))
+        low = warpgroup_mma(q_low, k_DN, zero, use_acc=False, is_async=True)
+        high = warpgroup_mma(q_high, k_DN, zero, use_acc=False, is_async=True)
+        low_MN = warpgroup_mma_wait(1, deps=[low])
+        at_M = scores_M + (begin + i) * row_stride  # within one list: less than 2**31
+        gl.store(at_M, sorting_number(gl.reduce(low_MN, 1, largest)))
+        high_MN = warpgroup_mma_wait(0, deps=[high])
+        mbarrier.arrive(empty.index(slot), count=1)
+        gl.store(at_M + 64, sorting_number(gl.reduce(high_MN, 1, largest)))
+
+
+@gluon.jit
+def _consume(
+    scores_ptr, row_stride, q_tile, k_ring, full, empty, begin, end, row,
+    SLOTS: gl.constexpr, DEPTH: gl.constexpr, GROUP: gl.constexpr,
+):  # fmt: skip
+    """One warp group's rows."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, DEPTH]
+    )
+    row_M = row + GROUP * 128 + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
+    _score(
+        scores_ptr + row_M, row_stride, q_tile.index(2 * GROUP), q_tile.index(2 * GROUP + 1),
+        k_ring, full, empty, begin, end, layout, SLOTS,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _load_queries(
+    iq_ptr, q_tile, stride_qh, stride_qt, stride_qd, row, head, t_begin, t_count, work,
+    HEADS: gl.constexpr, D: gl.constexpr, VECTOR: gl.constexpr,
+):  # fmt: skip
+    """Queries of all rows into shared memory; rows behind the end hold the last one."""
+    lanes: gl.constexpr = D // VECTOR
+    layout: gl.constexpr = gl.BlockedLayout([1, VECTOR], [32 // lanes, lanes], [4, 1], [1, 0])
+    m_M = gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
+    d_D = gl.arange(0, D, layout=gl.SliceLayout(0, layout))
+    for part in gl.static_range(4):
+        row_M = row + part * 64 + m_M
+        t_M = (t_begin + gl.minimum(row_M // HEADS, t_count - 1)).to(gl.int64)
+        head_M = (head + row_M % HEADS).to(gl.int64)
+        at_MD = iq_ptr + (head_M * stride_qh + t_M * stride_qt)[:, None]
+        q_MD = gl.load(at_MD + d_D[None, :] * stride_qd, mask=(d_D[None, :] < D) & work)
+        q_tile.index(part).store(q_MD)
+
+
+@gluon.jit
+def msa_scores_hopper_fwd_kernel(
+    iq_ptr, ik, scores_ptr,
+    stride_qb, stride_qh, stride_qt, stride_qd,
+    row_of_batch, row_of_head, column_of_batch, column_of_head,
+    start, t_begin, t_count, z_begin, head_begin, blocks, row_stride, segment,
+    OF_BATCH: gl.constexpr, HEADS: gl.constexpr,
+    D: gl.constexpr, VECTOR: gl.constexpr, SLOTS: gl.constexpr, DEPTH: gl.constexpr,
+    REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """Scores of past blocks as in `msa_scores_fwd_kernel`; `segment` counts blocks."""
+    row = (gl.num_programs(0) - 1 - gl.program_id(0)) * 256
+    z = z_begin + gl.program_id(2)
+    b, g = z // OF_BATCH, z % OF_BATCH
+    last = gl.minimum((row + 255) // HEADS, t_count - 1)
+    past = gl.maximum(start + t_begin + last, 0) // 128
+    begin = gl.minimum(gl.program_id(1) * segment, past)
+    end = gl.minimum(begin + segment, past)
+
+    q_tile = gl.allocate_shared_memory(
+        iq_ptr.dtype.element_ty, [4, 64, D],
+        gl.NVMMASharedLayout.get_default_for([64, D], iq_ptr.dtype.element_ty),
+    )  # fmt: skip
+    k_ring = gl.allocate_shared_memory(ik.dtype, [SLOTS, 128, D], ik.layout)
+    full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    for slot in gl.static_range(SLOTS):
+        mbarrier.init(full.index(slot), count=1)
+        mbarrier.init(empty.index(slot), count=2)
+    _load_queries(
+        iq_ptr + b.to(gl.int64) * stride_qb, q_tile, stride_qh, stride_qt, stride_qd,
+        row, g * HEADS + head_begin, t_begin, t_count, begin < end, HEADS, D, VECTOR,
+    )  # fmt: skip
+    # Tensor cores and fetches see shared memory through another proxy than stores do.
+    fence_async_shared()
+    _barrier()
+
+    scores = scores_ptr + (gl.program_id(2) * blocks).to(gl.int64) * row_stride
+    key_row = b * row_of_batch + g * row_of_head
+    key_column = b * column_of_batch + g * column_of_head
+    BYTES: gl.constexpr = 128 * D * (16 // VECTOR)
+    gl.warp_specialize(
+        [
+            (_consume, (scores, row_stride, q_tile, k_ring, full, empty, begin, end, row, SLOTS, DEPTH, 0)),
+            (_consume, (scores, row_stride, q_tile, k_ring, full, empty, begin, end, row, SLOTS, DEPTH, 1)),
+            (_fetch, (ik, k_ring, full, empty, key_row, key_column, begin, end, BYTES, SLOTS)),
+        ],
+        [4, 1],
+        [REGISTERS, 24],
+    )  # fmt: skip
