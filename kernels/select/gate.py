@@ -16,6 +16,7 @@ import triton.language as tl
 from sparsify.kernels.select.networks import (
     column_of,
     keep_largest,
+    keep_largest_three,
     largest_of_lanes,
     lists_of_tile,
     merged_lists,
@@ -64,7 +65,7 @@ def _scores(
 def _packed_step(
     l0, l1, l2, l3, odd_M4, q_MD, means_ptr, real_ptr, c0, first_M, end_M, N,
     D: tl.constexpr, DP: tl.constexpr, M: tl.constexpr, BITS: tl.constexpr,
-    MASKED: tl.constexpr, REAL: tl.constexpr, EXACT_DOT: tl.constexpr,
+    LIST: tl.constexpr, MASKED: tl.constexpr, REAL: tl.constexpr, EXACT_DOT: tl.constexpr,
 ):  # fmt: skip
     """One tile of 64 blocks into the lists; `odd_M4` turns NaN where a score is not finite."""
     c_N = c0 + tl.arange(0, 64)
@@ -82,8 +83,12 @@ def _packed_step(
         if REAL:
             keep_MN = keep_MN & (tl.load(real_ptr + c_N, mask=c_N < N, other=0) != 0)[None, :]
         x0, x1, x2, x3 = lists_of_tile(tl.where(keep_MN, key_MN, float("-inf")), M)
-    l0, l1 = keep_largest(l0, x0), keep_largest(l1, x1)
-    l2, l3 = keep_largest(l2, x2), keep_largest(l3, x3)
+    if LIST == 3:
+        l0, l1 = keep_largest_three(l0, x0), keep_largest_three(l1, x1)
+        l2, l3 = keep_largest_three(l2, x2), keep_largest_three(l3, x3)
+    else:
+        l0, l1 = keep_largest(l0, x0), keep_largest(l1, x1)
+        l2, l3 = keep_largest(l2, x2), keep_largest(l3, x3)
     return l0, l1, l2, l3, odd_M4
 
 
@@ -100,11 +105,11 @@ def gate_packed_fwd_kernel(
     T, N, start, t_begin, t_count, head_begin,
     HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
     D: tl.constexpr, DP: tl.constexpr, M: tl.constexpr, KEPT: tl.constexpr, BITS: tl.constexpr,
-    STAGES: tl.constexpr, PLAIN: tl.constexpr, REAL: tl.constexpr, EXACT_DOT: tl.constexpr,
+    LIST: tl.constexpr, STAGES: tl.constexpr, PLAIN: tl.constexpr, REAL: tl.constexpr, EXACT_DOT: tl.constexpr,
 ):  # fmt: skip
     """The `KEPT` (4 or 8) best past blocks of each query and lane, as values with their numbers:
     `best` [heads, KEPT, 4, t_count]; and in `cut` [heads, 4, t_count] the largest value at the end
-    of a list, NaN where a score is not finite."""
+    of a list, NaN where a score is not finite. Lists have `LIST` (3 or 4) values."""
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     slice_head = tl.program_id(1)
     head = head_begin + slice_head
@@ -126,7 +131,10 @@ def gate_packed_fwd_kernel(
         real += b * N
 
     none_M4 = tl.full([M, 4], float("-inf"), tl.float32)
-    none = (none_M4, none_M4, none_M4, none_M4)
+    if LIST == 3:
+        none = (none_M4, none_M4, none_M4)
+    else:
+        none = (none_M4, none_M4, none_M4, none_M4)
     l0, l1, l2, l3 = none, none, none, none
     odd_M4 = tl.zeros([M, 4], tl.float32)
     if PLAIN:
@@ -138,16 +146,16 @@ def gate_packed_fwd_kernel(
     for tile_n in tl.range(begin, middle, num_stages=STAGES):
         l0, l1, l2, l3, odd_M4 = _packed_step(
             l0, l1, l2, l3, odd_M4, q_MD, means, real, tile_n * 64, first_M, end_M, N,
-            D, DP, M, BITS, False, REAL, EXACT_DOT,
+            D, DP, M, BITS, LIST, False, REAL, EXACT_DOT,
         )  # fmt: skip
     last = tl.cdiv(tl.max(tl.where(inside_M, end_M, 0), 0), 64)
     for tile_n in tl.range(middle, last, num_stages=1 if PLAIN else STAGES):
         l0, l1, l2, l3, odd_M4 = _packed_step(
             l0, l1, l2, l3, odd_M4, q_MD, means, real, tile_n * 64, first_M, end_M, N,
-            D, DP, M, BITS, True, REAL, EXACT_DOT,
+            D, DP, M, BITS, LIST, True, REAL, EXACT_DOT,
         )  # fmt: skip
 
-    best, cut_M4 = merged_lists(l0, l1, l2, l3, BITS)
+    best, cut_M4 = merged_lists(l0, l1, l2, l3, LIST, BITS)
     lane_M4 = tl.arange(0, 4)[None, :] * t_count + i_M[:, None]
     at = best_ptr + slice_head.to(tl.int64) * KEPT * 4 * t_count + lane_M4
     for place in tl.static_range(KEPT):

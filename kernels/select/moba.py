@@ -66,6 +66,8 @@ class Gate:
     `width` is the number of places of a list; places behind the chosen ones hold -1.
     """
 
+    together = False
+
     def __init__(
         self,
         q: Tensor,
@@ -130,6 +132,7 @@ class Gate:
             M=tiles.rows,
             KEPT=kept,
             BITS=bits,
+            LIST=3 if self.chosen <= 2 else 4,
             STAGES=tiles.stages,
             num_warps=tiles.warps,
             maxnreg=tiles.max_registers,

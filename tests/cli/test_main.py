@@ -251,3 +251,10 @@ def test_run_ends_the_process_with_the_code(monkeypatch, kept_signals):
     with pytest.raises(SystemExit) as caught:
         cli_main.run()
     assert caught.value.code == 2
+
+
+def test_the_package_runs_as_the_command():
+    done = subprocess.run(
+        [sys.executable, "-m", "sparsify", "--version"], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.startswith("sparsify ")
