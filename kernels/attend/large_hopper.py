@@ -1,0 +1,133 @@
+"""Large blocks on Hopper: whether the warp-specialised kernel can do a call, and its launch.
+
+It takes the work items of the reverse index, cut into `ROWS` entries, and fills the same parts as
+`kv_outer.large_block_fwd_kernel`. Gluon, which it is written in, is marked experimental by Triton:
+where its names are others, the kernel is not to be had and the plain one does the work.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from sparsify.kernels.placement import Placement
+from sparsify.kernels.select.index import ReverseIndex
+
+if TYPE_CHECKING:
+    from sparsify.kernels.attend.cutting import Parts, Shape, Slice
+
+__all__ = ["ROWS", "fits", "large_block"]
+
+ROWS = 128  # entries of a work item: 64 for each of two groups of warps
+_COLUMNS = 128  # keys of a tile
+_STAGES = {64: 4, 128: 2}  # tiles of keys, and of values, that fit shared memory by head size
+_DTYPES = (torch.bfloat16, torch.float16)
+_BY_TURNS = True  # the two groups issue their products one after the other
+
+
+def fits(q: Tensor, k: Tensor, v: Tensor, placement: Placement, shape: Shape) -> bool:
+    """Whether the kernel can do a call: sm_90, two-byte elements, heads of 64 or 128, lists of one
+    head each, blocks of whole tiles, nothing to mask, and rows that can be fetched in bulk."""
+    if k.device.type != "cuda" or torch.version.hip is not None:
+        return False
+    if not _is_hopper(k.device) or not _takes(q, shape):
+        return False
+    if not placement.plain or placement.key_mask is not None:
+        return False
+    return _is_gathered(q) and all(map(_is_bulk, (k, v))) and _kernel() is not None
+
+
+@functools.cache
+def _is_hopper(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) == (9, 0)
+
+
+def _takes(q: Tensor, shape: Shape) -> bool:
+    if q.dtype not in _DTYPES or shape.share != 1:
+        return False
+    if shape.head_dim not in _STAGES or shape.value_dim != shape.head_dim:
+        return False
+    return shape.block % _COLUMNS == 0 and shape.block >= 2 * _COLUMNS
+
+
+def _is_gathered(q: Tensor) -> bool:
+    """Whether copies of 16 bytes fetch the rows: strides that 16 elements divide, as the compiler
+    looks for it."""
+    strides = [stride % 16 == 0 for stride in q.stride()[:3]]
+    return q.stride(3) == 1 and all(strides) and q.data_ptr() % 16 == 0
+
+
+def _is_bulk(x: Tensor) -> bool:
+    """Whether the tensor memory accelerator can fetch tiles."""
+    size = x.element_size()
+    strides = [stride > 0 and stride * size % 16 == 0 for stride in x.stride()[:3]]
+    return x.stride(3) == 1 and all(strides) and x.data_ptr() % 16 == 0
+
+
+@functools.cache
+def _kernel() -> Any:
+    """The kernel, or None where Gluon is not as it was."""
+    try:
+        from sparsify.kernels.attend.large_hopper_kernel import large_block_hopper_fwd_kernel
+    except (ImportError, AttributeError):
+        return None
+    return large_block_hopper_fwd_kernel
+
+
+@functools.cache
+def _programs(device: torch.device) -> int:
+    """One for each multiprocessor: registers and shared memory hold no second one."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def large_block(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    index: ReverseIndex,
+    parts: Parts,
+    placement: Placement,
+    shape: Shape,
+    part: Slice,
+    chosen: int,
+    width: int,
+) -> None:
+    """Fill the parts of a slice; only where `fits`, and with an index cut into `ROWS` entries."""
+    _kernel()[(min(index.bound, _programs(q.device)),)](
+        q,
+        _tiles(k),
+        _tiles(v),
+        index.entries,
+        index.work,
+        index.items,
+        *parts,
+        *q.stride()[:3],
+        shape.scale_log2,
+        shape.block,
+        placement.blocks,
+        part.first,
+        part.queries,
+        part.head,
+        HEADS=shape.heads,
+        GROUP=shape.group,
+        WIDTH=width,
+        CHOSEN=chosen,
+        D=shape.head_dim,
+        TILE_N=_COLUMNS,
+        STAGES=_STAGES[shape.head_dim],
+        BY_TURNS=_BY_TURNS,
+        num_warps=4,
+    )
+
+
+def _tiles(x: Tensor) -> object:
+    """A descriptor of tiles of one head's rows, swizzled as products read them."""
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
+    shape, strides = list(x.shape), list(x.stride())
+    return TensorDescriptor(x, shape, strides, [1, 1, _COLUMNS, x.shape[3]], layout)
