@@ -35,7 +35,7 @@ def index_heads(
         tables: cosines and sines `[B or 1, T, W]` of the channels that turn; None if none does.
     """
     x = torch.nn.functional.linear(hidden_BTC, weight, bias)
-    x_BTGI = x.unflatten(-1, (-1, index_dim))
+    x_BTGI = x.view(*x.shape[:2], -1, index_dim)
     if gain_I is not None:
         x_BTGI = normalised(x_BTGI, gain_I, eps)
     x_BGTI = x_BTGI.transpose(1, 2)

@@ -11,6 +11,7 @@ of the rotary tables, W index channels that turn.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -79,7 +80,7 @@ class MSAIndexer(nn.Module):
         if len(columns) % 2 or len(columns) > index_dim:
             raise ValueError(f"{len(columns)} of {index_dim} index channels cannot turn in pairs.")
         self.hidden_size, self.groups, self.index_dim = hidden_size, groups, index_dim
-        place = {"dtype": dtype, "device": device}
+        place: dict[str, Any] = {"dtype": dtype, "device": device}
         self.q_proj = nn.Linear(hidden_size, groups * index_dim, bias=bias, **place)
         self.k_proj = nn.Linear(hidden_size, index_dim, bias=bias, **place)
         self.q_norm = IndexNorm(index_dim, eps, **place) if norm else None

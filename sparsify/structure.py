@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from sparsify.comparing import (
     same_bits,
 )
 from sparsify.hosts.graph_model import GraphModel
+from sparsify.hosts.indexers import NAME as INDEXER
 from sparsify.hosts.signature import signature_of
 from sparsify.passes.retune import is_site, site_of
 from sparsify.report import CheckResult
@@ -44,24 +46,29 @@ def structure(c: Context) -> CheckResult:
     counts = {s: sum(p.status == s for p in c.plan) for s in ("rewritten", "kept_dense", "refused")}
     summary = ", ".join(f"{n} {s.replace('_', ' ')}" for s, n in counts.items())
     weights = len(c.original.state_dict())
+    added = len(c.rewritten.state_dict().keys() - c.original.state_dict().keys())
     metrics = {
         **counts,
+        "added_weights": added,
         "detected": None if c.detected is None else len(c.detected),
         "expected": c.expected,
         "weights": weights,
     }
-    done = f"{weights} tensors bit-identical; {summary}"
+    more = f", {added} of learned indexers added" if added else ""
+    done = f"{weights} tensors bit-identical{more}; {summary}"
     return result("V1", "structure", faults, done, metrics)
 
 
 def state_faults(c: Pair) -> list[str]:
     """Parameters and buffers that were renamed, lost or changed."""
     a, b = c.original.state_dict(), c.rewritten.state_dict()
-    faults = []
+    faults = _indexer_faults(c, b.keys())
+    b = {name: value for name, value in b.items() if name in a or not _is_added(c, name)}
     if a.keys() != b.keys():
         faults.append(f"parameters or buffers differ: {sorted(a.keys() ^ b.keys())[:3]}")
     # buffers that are not saved: an exported program keeps those that it reads
     unsaved, kept = dict(c.original.named_buffers()), dict(c.rewritten.named_buffers())
+    kept = {name: value for name, value in kept.items() if not _is_added(c, name)}
     if not isinstance(c.rewritten, GraphModel) and unsaved.keys() != kept.keys():
         faults.append(f"buffers differ: {sorted(unsaved.keys() ^ kept.keys())[:3]}")
     one, two = {**unsaved, **a}, {**kept, **b}
@@ -69,6 +76,20 @@ def state_faults(c: Pair) -> list[str]:
     if changed:
         faults.append(f"weights changed: {changed[:3]}")
     return faults
+
+
+def _is_added(c: Pair, name: str) -> bool:
+    """Whether the tensor belongs to a learned indexer of the plan."""
+    learned = (layer.fqn for layer in c.plan.rewritten if layer.indexer == "learned")
+    return any(name.startswith(f"{fqn}.{INDEXER}." if fqn else f"{INDEXER}.") for fqn in learned)
+
+
+def _indexer_faults(c: Pair, names_there: Collection[str]) -> list[str]:
+    """Layers that are to have a learned indexer, and have none."""
+    learned = [layer for layer in c.plan.rewritten if layer.indexer == "learned"]
+    names = {layer.key: f"{layer.fqn}.{INDEXER}.q_proj.weight".lstrip(".") for layer in learned}
+    missing = [key for key, name in names.items() if name not in names_there]
+    return [f"{missing[0]} has no indexer"] if missing else []
 
 
 def interface_faults(c: Pair) -> list[str]:

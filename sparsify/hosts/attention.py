@@ -2,7 +2,8 @@
 
 It is stateless: the plan of a site sits on its attention module (`module.sparsify_plan`), what is
 known of the mask arrives as a `SparsityMask`, and what is known of the cache and of the learned
-indexer as the keywords `sparsify_cache` and `sparsify_index`. Everything else goes to the model's previous attention, and is counted.
+indexer as the keywords `sparsify_cache` and `sparsify_index`. Everything else goes to the model's
+previous attention, and is counted.
 """
 
 from __future__ import annotations

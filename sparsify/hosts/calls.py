@@ -22,10 +22,11 @@ ALL_BLOCKS = 2**31 - 1  # a top-k beyond every number of blocks
 class SiteCall:
     """The arguments of one call.
 
-    q `[B, Hq, T, D]`, k and v `[B, Hkv, S, *]`; `q_start` `[B]` and `key_mask` `[B, S]` are the
-    op's arguments of these names, as is `block_origin`, None at their defaults; `scale` None means D ** -0.5. `documents`
-    `[B, T]` are the numbers of the tokens' documents, None where every row is one document. `index`
-    are the index queries `[B, Hkv, T, I]` and keys `[B, 1, S, I]` of a learned indexer.
+    q `[B, Hq, T, D]`, k and v `[B, Hkv, S, *]`; `q_start` `[B]`, `key_mask` `[B, S]` and
+    `block_origin` `[B]` are the op's arguments of these names, None at their defaults; `scale` None
+    means D ** -0.5. `documents` `[B, T]` are the numbers of the tokens' documents, None where every
+    row is one document. `index` are the index queries `[B, Hkv, T, I]` and keys `[B, 1, S, I]` of a
+    learned indexer.
     """
 
     plan: LayerPlan

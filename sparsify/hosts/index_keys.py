@@ -34,7 +34,11 @@ class IndexKeys:
         """`count` keys were appended to `before` ones."""
         new, self._offered = self._offered, None
         known = self.keys_B1SI
-        if new is None or new.shape[2] != count or (0 if known is None else known.shape[2]) != before:
+        if (
+            new is None
+            or new.shape[2] != count
+            or (0 if known is None else known.shape[2]) != before
+        ):
             self.keys_B1SI = self._ready = None
             return
         self.keys_B1SI = self._ready = new if known is None else torch.cat([known, new], 2)

@@ -1,10 +1,10 @@
 """Weights for a learned indexer that nobody has trained yet, from the layer's own projections.
 
-Attention compares queries and keys channel pair by channel pair of equal frequency, which as complex
-numbers is `conj(q) k`, one such product for each group. The index key is shared by the groups, so
-for each pair it takes the main directions that the groups' keys span (eigenvectors, each group
-weighted by how large its queries are there), and the index query holds what the group's mean query
-makes of them. Turning by a position commutes with all of this. Channels that do not turn are
+Attention compares queries and keys channel pair by channel pair of equal frequency, which in
+complex numbers is `conj(q) k`, one such product for each group. The index key is shared by the
+groups, so for each pair it takes the main directions that the groups' keys span (eigenvectors, each
+group weighted by how large its queries are there), and the index query holds what the group's mean
+query makes of them. Turning by a position commutes with all of this. Channels that do not turn are
 treated alike, all of them together. Hidden states are taken to have the size that the layer's norm
 gives to each channel.
 
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -67,10 +68,11 @@ Linear = tuple[Tensor, Tensor | None]
 
 def _named(module: nn.Module, head_dim: int) -> tuple[Linear, Linear] | None:
     """Weights `[rows, C]` and biases of q and k."""
-    q, k = getattr(module, "q_proj", None), getattr(module, "k_proj", None)
+    q: Any = getattr(module, "q_proj", None)
+    k: Any = getattr(module, "k_proj", None)
     if _is_plain(q) and _is_plain(k):
         return (q.weight, q.bias), (k.weight, k.bias)
-    fused = next((m for name in _FUSED if _is_plain(m := getattr(module, name, None))), None)
+    fused: Any = next((m for name in _FUSED if _is_plain(m := getattr(module, name, None))), None)
     if fused is None:
         return None
     # transformers' Conv1D keeps its weight the other way round
@@ -98,7 +100,7 @@ def _with_bias(weight: Tensor, bias: Tensor | None, head_dim: int) -> Tensor:
     """`[heads, D, C + 1]` in float32."""
     column = weight.new_zeros(weight.shape[0]) if bias is None else bias
     both = torch.cat([weight.detach(), column.detach()[:, None]], 1).float()
-    return both.unflatten(0, (-1, head_dim))
+    return both.reshape(-1, head_dim, both.shape[1])
 
 
 @torch.no_grad()
@@ -128,7 +130,7 @@ def start(
     """
     k_GDC = projections.k_GDC
     groups = k_GDC.shape[0]
-    q_GDC = projections.q_HDC.unflatten(0, (groups, -1)).mean(1)
+    q_GDC = projections.q_HDC.reshape(groups, -1, *k_GDC.shape[1:]).mean(1)
     q_turn, q_still = _as_complex(q_GDC, width, interleaved)
     k_turn, k_still = _as_complex(k_GDC, width, interleaved)
     size_C = projections.size_C

@@ -37,11 +37,18 @@ def indexers_of(model: nn.Module) -> dict[str, MSAIndexer]:
     }
 
 
-def insert(model: nn.Module, layer: LayerPlan, known: MSAIndexer | None = None) -> None:
+def insert(
+    model: nn.Module,
+    layer: LayerPlan,
+    known: MSAIndexer | None = None,
+    *,
+    start_it: bool = True,
+) -> None:
     """Put a learned indexer into the attention module of a layer.
 
     Args:
         known: one with weights already; it is taken if its sizes fit.
+        start_it: whether a new one gets weights from the layer's projections.
 
     Raises:
         CaptureError: the module has no place for one, or its rotary tables cannot be read.
@@ -50,7 +57,8 @@ def insert(model: nn.Module, layer: LayerPlan, known: MSAIndexer | None = None) 
     own = getattr(module, NAME, None)
     if own is None:
         fits = known is not None and known.index_dim == layer.index_dim
-        module.add_module(NAME, known if fits else new_indexer(model, layer))
+        new = known if fits else new_indexer(model, layer, start_it=start_it)
+        module.add_module(NAME, new)
         return
     if not is_native(own):
         raise CaptureError(f"{layer.key} has an attribute {NAME!r} of its own, of another kind.")
@@ -83,7 +91,7 @@ def _check_native(native: Any, layer: LayerPlan) -> None:
         )
 
 
-def new_indexer(model: nn.Module, layer: LayerPlan) -> MSAIndexer:
+def new_indexer(model: nn.Module, layer: LayerPlan, *, start_it: bool = True) -> MSAIndexer:
     """An untrained indexer for a layer, its weights from the layer's own projections.
 
     Raises:
@@ -111,9 +119,9 @@ def new_indexer(model: nn.Module, layer: LayerPlan) -> MSAIndexer:
         dtype=wanted,
         device=weight.device,
     )
-    if own is None:
+    if start_it and own is None:
         _log.warning("the projections of %s are not known; its indexer starts at random", layer.key)
-    elif not weight.is_meta:
+    elif start_it and own is not None and not weight.is_meta:
         pairs = [column // 2 if interleaved else column for column in columns[: len(columns) // 2]]
         _write(indexer, *start(own, layer.index_dim, pairs, width, interleaved))
     return indexer.train(module.training)

@@ -3,8 +3,8 @@
 Its attention module calls its child `indexer`, which keeps index keys in the cache and chooses
 blocks, and hands the choice to the attention function. While a plan is applied the child is one of
 ours on the very same parameters, which hands on index tensors instead, so that nothing of the size
-queries times keys is ever held. Where such a layer is not planned, or cannot run our ops, it attends
-the blocks that it chooses through a mask, never all keys.
+queries times keys is ever held. Where such a layer is not planned, or cannot run our ops, it
+attends the blocks that it chooses through a mask, never all keys.
 
 Legend: B batch, G index heads, H query heads, T queries, S keys, N blocks, K list places.
 """
@@ -102,7 +102,7 @@ def chosen_only(
     n_B, n_T, n_S = query.shape[0], query.shape[2], key.shape[2]
     if position_ids is None:
         position_ids = torch.arange(n_S - n_T, n_S, device=query.device)
-    positions_BT = torch.atleast_2d(position_ids).expand(n_B, -1)
+    positions_BT = position_ids.reshape(-1, n_T).expand(n_B, -1)
     if isinstance(chosen, IndexUse):
         chosen = schemas.msa_select(
             chosen.queries,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -78,14 +79,14 @@ def _indexed(
 def _argument(
     module: torch.nn.Module, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    place = _place(type(module), name)
+    place = _place(type(module).forward, name)
     return args[place] if 0 <= place < len(args) else kwargs.get(name)
 
 
 @functools.cache
-def _place(kind: type, name: str) -> int:
+def _place(forward: Callable[..., Any], name: str) -> int:
     """Place of an argument among those of the forward, behind self; -1 where it has none."""
-    names = list(inspect.signature(kind.forward).parameters)  # type: ignore[attr-defined]
+    names = list(inspect.signature(forward).parameters)
     return names.index(name) - 1 if name in names else -1
 
 

@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from transformers import (
 )
 
 from sparsify.errors import ArtefactError, CaptureError, UsageError
+from sparsify.hosts import index_files
 from sparsify.hosts.attention import FALLBACK, sparsify_attention
 from sparsify.hosts.indexers import indexers_of, insert, take_out
 from sparsify.hosts.masks import dense_implementation, sparsify_mask
@@ -105,11 +106,15 @@ def _strip(model: PreTrainedModel, previous: str) -> None:
             config.__dict__.pop(name, None)
 
 
-def apply(model: PreTrainedModel, plan: Plan) -> Handle:
+def apply(model: PreTrainedModel, plan: Plan, *, start_indexers: bool = True) -> Handle:
     """Put `plan` on the attention modules of `model`, in place.
 
     A plan that was applied before is replaced; learned indexers keep their weights where they fit.
     The model is left as it was when this fails.
+
+    Args:
+        start_indexers: whether new learned indexers get weights from their layers' projections;
+            otherwise they are random, for weights that are loaded afterwards.
 
     Raises:
         CaptureError: a planned site cannot be reached in this model.
@@ -140,7 +145,7 @@ def apply(model: PreTrainedModel, plan: Plan) -> Handle:
     try:
         for layer in plan.rewritten:
             if layer.indexer == "learned":
-                insert(model, layer, known.get(layer.fqn))
+                insert(model, layer, known.get(layer.fqn), start_it=start_indexers)
     except CaptureError:
         _strip(model, previous)
         raise
@@ -223,7 +228,7 @@ def as_sdpa(model: torch.nn.Module) -> Iterator[None]:
         model.set_attn_implementation(current)
 
 
-def _attach_saved_plan(model: Any, folder: Any) -> None:
+def _attach_saved_plan(model: Any, folder: Any, options: Mapping[str, Any]) -> None:
     """Post-load step: put the plan of the saved config on a freshly loaded model."""
     stored = getattr(getattr(model, "config", None), "sparsify", None)
     if not isinstance(stored, dict) or "plan" not in stored:
@@ -237,11 +242,14 @@ def _attach_saved_plan(model: Any, folder: Any) -> None:
         )
     _check_saved_plan(folder, stored["plan"])
     dense = str(stored.get("dense", "sdpa"))
-    plan = _fitted(Plan.from_json(stored["plan"]), model)
+    saved = Plan.from_json(stored["plan"])
+    plan = _fitted(saved, model)
     for config in _configs(model):
         config.__dict__.pop("sparsify", None)
     model.set_attn_implementation(dense)
-    apply(model, plan)
+    apply(model, plan, start_indexers=False)
+    saved_as = {new.fqn: old.fqn for new, old in zip(plan, saved, strict=True)}
+    index_files.read(model, folder, saved_as, options)
 
 
 def _fitted(plan: Plan, model: PreTrainedModel) -> Plan:
@@ -292,8 +300,9 @@ def _register() -> None:
     ) -> Any:
         folder = pretrained_model_name_or_path
         with intact(folder) if _is_ours(folder) else contextlib.nullcontext():
-            loaded = original(cls, folder, *args, **kwargs)
-            _attach_saved_plan(loaded[0] if isinstance(loaded, tuple) else loaded, folder)
+            with index_files.expected(cls, folder):
+                loaded = original(cls, folder, *args, **kwargs)
+            _attach_saved_plan(loaded[0] if isinstance(loaded, tuple) else loaded, folder, kwargs)
         return loaded
 
     @functools.wraps(read_config)

@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import torch
+from safetensors import safe_open
 
 import sparsify
 from sparsify.manifests import check_manifest
@@ -197,12 +198,22 @@ def test_no_output_folder(cli, llama):
     assert code == 2 and "-o DIR" in err
 
 
-def test_auto_and_learned_are_clear_errors(cli, llama, tmp_path):
+def test_auto_without_a_gpu_is_a_clear_error(cli, llama, tmp_path):
     (tmp_path / "auto.yaml").write_text("method: auto\n")
     code, _, err = cli("rewrite", llama, "--policy", tmp_path / "auto.yaml", "--dry-run")
     assert code == 2 and "--gpu h200 --context 128k" in err
-    code, _, err = cli("rewrite", llama, "--policy", "msa-m3", "-o", tmp_path / "out")
-    assert code in (2, 5) and "learned" in err and not (tmp_path / "out").exists()
+
+
+def test_a_learned_indexer_is_written_as_needing_training(cli, llama, tmp_path):
+    out_folder = tmp_path / "out"
+    code, out, _ = cli("rewrite", llama, "--policy", "msa-m3", "-o", out_folder, "--json")
+    assert code == 0
+    sites = [s for s in json.loads(out)["sites"] if s["status"] == "rewritten"]
+    assert sites and all("needs-training" in s["reason"] for s in sites)
+    with safe_open(out_folder / "model.safetensors", "pt") as weights:
+        kept = [name for name in weights.keys() if ".indexer." in name]  # noqa: SIM118
+    assert len(kept) == 2 * len(sites)
+    assert sparsify.load(out_folder).state_dict().keys() >= set(kept)
 
 
 def test_unproved_sites_as_an_error(cli, bert, tmp_path):
