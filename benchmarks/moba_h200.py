@@ -9,15 +9,22 @@ memory is the peak beyond inputs and outputs.
 """
 
 import argparse
-import contextlib
 import json
-import traceback
-import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from common import (
+    DEVICE,
+    eager,
+    guarded,
+    line,
+    poisoned,
+    relative,
+    timing,
+    tokens_of,
+    tokens_outermost,
+)
 
 from sparsify.benches.dense import best, dense_times
 from sparsify.benches.stages import PREFILL_STAGES, moba_stages_ms
@@ -28,11 +35,9 @@ from sparsify.kernels.layout import Layout
 from sparsify.timing import extra_bytes, machine, time_call
 
 RESULTS = Path(__file__).parent / "results" / "moba_h200.json"
-DEVICE = "cuda"
 HEAD_DIM = 128
 ONCE_FROM = 512 << 10  # dense attention is timed once from here on
 LAUNCHED_FROM = 1 << 20  # launches are nothing beside such calls; a graph would hold much memory
-BUDGET_S = 5.0  # for the repeats of one timing
 MOST_EXTRA_GIB = 3.0  # at 512k tokens, 128/8
 MOST_HOT_RATIO = 1.15
 
@@ -53,7 +58,7 @@ class Case(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        return int(self.context[:-1]) << {"k": 10, "m": 20}[self.context[-1]]
+        return tokens_of(self.context)
 
 
 CASES = (
@@ -82,44 +87,12 @@ def named_case(name: str) -> Case:
 
 def inputs(heads: int, groups: int, tokens: int, seed: int = 0) -> tuple[torch.Tensor, ...]:
     """q, k, v as models give them: `[1, heads, tokens, 128]`, tokens outermost in memory."""
-    torch.manual_seed(seed)
-    options = {"device": DEVICE, "dtype": torch.bfloat16}
-    sizes = (heads, groups, groups)
-    return tuple(torch.randn(1, tokens, n, HEAD_DIM, **options).transpose(1, 2) for n in sizes)
+    return tokens_outermost((heads, groups, groups), tokens, HEAD_DIM, seed)
 
 
 def moba(q, k, v, block, topk):
     """The call that is timed."""
     return lambda: accelerated.moba_attention(q, k, v, Layout(), None, block_size=block, topk=topk)
-
-
-@contextlib.contextmanager
-def poisoned() -> Iterator[None]:
-    """Inside, memory that `torch.empty` gives is full of NaN, or of the largest integer."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        try:
-            yield
-        finally:
-            torch.use_deterministic_algorithms(False)
-
-
-def relative(out: torch.Tensor, exact: torch.Tensor) -> float:
-    return float((out.double() - exact).norm() / exact.norm())
-
-
-def eager(q, k, v, blocks, block):
-    """Attention over the chosen blocks as a model would write it out, in the dtype of q."""
-    tokens, group = q.shape[2], q.shape[1] // k.shape[1]
-    k, v = (x.repeat_interleave(group, 1) for x in (k, v))
-    count = (tokens + block - 1) // block
-    chosen = torch.zeros(*blocks.shape[:3], count + 1, dtype=torch.bool, device=q.device)
-    chosen.scatter_(-1, blocks.long().where(blocks >= 0, count), True)
-    at = torch.arange(tokens, device=q.device)
-    seen = chosen[..., at // block] & (at[None, :] <= at[:, None])
-    scores = (q @ k.transpose(2, 3) * q.shape[-1] ** -0.5).masked_fill(~seen, float("-inf"))
-    return torch.softmax(scores, -1, dtype=torch.float32).to(q.dtype) @ v
 
 
 def check(heads, groups, tokens, block, topk) -> dict[str, Any]:
@@ -148,10 +121,6 @@ def check(heads, groups, tokens, block, topk) -> dict[str, Any]:
     right = found["rows_off"] <= 0.01 and not found["rows_off_by_more_than_rounding"]
     exact_enough = found["error"] <= 2 * found["eager_error"] and not found["nan"]
     return {**found, "ok": right and exact_enough and found["bit_equal_without_poison"]}
-
-
-def timing(run, graph=False, repeats=15):
-    return time_call(run, device=DEVICE, repeats=repeats, warm_up=3, graph=graph, budget_s=BUDGET_S)
 
 
 def dense(q, k, v, tokens):
@@ -266,22 +235,6 @@ def table(result: dict[str, Any]) -> None:
     for found in result["checks"]:
         bound = f"{2 * found['eager_error']:.2e}"
         line(str(found["shape"]), "error", f"{found['error']:.2e}", bound, found["ok"])
-
-
-def line(case, what, measured, target, met, more=""):
-    print(f"{case:16} {what:10} {measured:>12} {target:>10} {'ok' if met else 'MISSED':6} {more}")
-
-
-def guarded(what: str, run, failed: list[str]):
-    """The result of `run`, or None when it failed, which is noted: the rest is worth having."""
-    try:
-        return run()
-    except Exception as error:
-        failed.append(f"{what}: {type(error).__name__}: {' '.join(str(error).split())[:300]}")
-        print(f"{what} FAILED\n{traceback.format_exc()}", flush=True)
-        return None
-    finally:
-        torch.cuda.empty_cache()
 
 
 def main() -> None:

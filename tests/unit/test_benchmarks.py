@@ -1,6 +1,7 @@
 """The GPU benchmarks as far as a CPU can run them: their tables, and small models."""
 
 import importlib.util
+import json
 
 import pytest
 import torch
@@ -13,6 +14,18 @@ def load(name):
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(autouse=True)
+def beside_each_other(monkeypatch):
+    """Scripts find what they share beside them, as Python lets them when they are run."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+
+
+@pytest.fixture
+def msa():
+    pytest.importorskip("triton")
+    return load("msa_h200")
 
 
 @pytest.fixture
@@ -79,6 +92,30 @@ def test_one_case_that_fails_does_not_stop_the_others(moba, capsys):
     assert "this FAILED" in capsys.readouterr().out
     assert moba.guarded("that", lambda: 5, failed) == 5
     assert failed == ["this: ZeroDivisionError: integer division or modulo by zero"]
+
+
+def test_cases_of_msa_have_targets(msa):
+    assert msa.named_case("whole:1m:fp8").target_ms == 930.0
+    assert msa.named_case("chunk:128k").queries == 16_384
+    assert msa.named_case("whole:8k").target_ms is None and msa.named_case("whole:8k").keys == 8192
+    assert len({case.name for case in msa.CASES}) == len(msa.CASES) == 10
+
+
+def test_the_table_of_msa_says_what_was_missed(msa, capsys):
+    rows = [row("whole:1m", 1400.0, 1300.0), row("chunk:32k", 5.0, 5.3)]
+    skewed = {"case": "whole:128k", "ratio": 1.5, "most": 1.3, "met": False}
+    msa.table({"rows": rows, "skew": skewed, "checks": []})
+    lines = capsys.readouterr().out.splitlines()
+    assert any("whole:1m" in x and "MISSED" in x for x in lines)
+    assert any("chunk:32k" in x and " ok" in x for x in lines)
+    assert any("skew" in x and "MISSED" in x for x in lines)
+
+
+def test_the_public_workload_is_complete(msa):
+    public = json.loads(msa.WORKLOAD.read_text())
+    assert sum(call["weight"] for call in public["prefill"]) == 10_434
+    assert sum(call["weight"] for call in public["decode"]) == 10_000
+    assert all(0 < call["queries"] <= call["keys"] for call in public["prefill"])
 
 
 def test_long_calls_are_not_replayed(moba, capsys):
