@@ -219,9 +219,9 @@ def _listed(
     scale: float | None,
     workspace_bytes: int | None,
 ) -> tuple[Tensor, Tensor]:
-    shape = forward.shape_of(q, k, v, block_size, scale)
+    shape = forward.shape_of(q, k, v, block_size, scale, q.shape[1] // blocks.shape[1])
     workspace = WORKSPACE_BYTES if workspace_bytes is None else workspace_bytes
-    given = lists.Given(blocks, placement, q.shape[1], block_size)
+    given = lists.Given(blocks, placement, block_size)
     return forward.sparse(q, k, v, placement, shape, given, workspace)
 
 

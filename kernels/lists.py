@@ -3,7 +3,8 @@
 The ops' lists are ascending numbers of each sequence's own blocks, the own block last. The kernels'
 hold past blocks only, numbered through the batch row, in any order, -1 behind.
 
-Legend: B batch, H query heads, T queries, K list places, W places of a kernel's list.
+Legend: B batch, H lists of a batch row (one per query head or per key group), T queries, K list
+places, W places of a kernel's list.
 """
 
 from __future__ import annotations
@@ -25,12 +26,9 @@ class Given:
     Entries that are negative, repeated, ahead of the query or beyond the keys have no effect.
     """
 
-    def __init__(
-        self, blocks_BHTK: Tensor, placement: Placement, heads: int, block_size: int
-    ) -> None:
-        per_list = heads // blocks_BHTK.shape[1]
-        if per_list > 1:
-            blocks_BHTK = blocks_BHTK.repeat_interleave(per_list, 1)
+    together = False
+
+    def __init__(self, blocks_BHTK: Tensor, placement: Placement, block_size: int) -> None:
         self.blocks_BHTK, self.placement, self.block_size = blocks_BHTK, placement, block_size
         self.chosen = max(1, min(blocks_BHTK.shape[-1], placement.blocks))
         self.width = padded(self.chosen, 4)

@@ -18,6 +18,7 @@ __all__ = [
     "gate_tiles",
     "padded",
     "shared_bytes",
+    "span",
 ]
 
 SMALL_BLOCK = 128
@@ -27,6 +28,11 @@ HOPPER_SHARED = 227 << 10
 def padded(size: int, least: int = 16) -> int:
     """The power of two that holds `size`, at least `least` (tensor cores take no less)."""
     return max(least, 1 << (size - 1).bit_length())
+
+
+def span(share: int) -> int:
+    """Query heads of one list that a tile takes together, of the `share` that have it."""
+    return min(padded(share, 1), 16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +57,12 @@ class GateTiles:
 
 @dataclass(frozen=True, slots=True)
 class AttentionTiles:
-    """Tiles of KV-outer attention and of the combine kernel."""
+    """Tiles of KV-outer attention and of the combine kernel.
+
+    `rows` are entries times the heads that share a list; `chunk` are the entries of a work item.
+    `stages` is the depth of the loop over keys, in the small kernel of shared lists that over
+    entries; `merge_stages` that of the loop over partial outputs.
+    """
 
     small: bool
     rows: int
@@ -64,6 +75,7 @@ class AttentionTiles:
     combine_columns: int
     combine_warps: int
     combine_stages: int
+    merge_stages: int
 
 
 def gate_tiles(chosen: int, blocks: int, head_dim: int, item_size: int) -> GateTiles:
@@ -81,7 +93,7 @@ def gate_tiles(chosen: int, blocks: int, head_dim: int, item_size: int) -> GateT
     return GateTiles(
         packed=packed,
         rows=64,
-        width=exact_length,
+        width=padded(chosen, 2),
         warps=4,
         stages=2,
         max_registers=None,
@@ -93,33 +105,45 @@ def gate_tiles(chosen: int, blocks: int, head_dim: int, item_size: int) -> GateT
 
 
 def attention_tiles(
-    block: int, head_dim: int, value_dim: int, item_size: int, shared_bytes: int = HOPPER_SHARED
+    block: int,
+    head_dim: int,
+    value_dim: int,
+    item_size: int,
+    shared_bytes: int = HOPPER_SHARED,
+    share: int = 1,
 ) -> AttentionTiles:
-    """Tiles for blocks of `block` keys that fit `shared_bytes` of shared memory."""
+    """Tiles for blocks of `block` keys that fit `shared_bytes` of shared memory, with `share` query
+    heads to a list."""
     row = (padded(head_dim) + padded(value_dim)) * item_size  # a key and a value
     query = padded(head_dim) * item_size
     small = item_size <= 2 and block <= SMALL_BLOCK and row <= 512
     small = small and padded(block) * row + 64 * query <= shared_bytes
     tiles = _by_shape(block, padded(max(head_dim, value_dim)), item_size, small)
+    kept, step = tiles.rows * query, tiles.columns * row
+    if share > 1 and small:
+        tiles, (kept, step) = replace(tiles, stages=3, chunk=128), (step, kept)
+    elif share > 1:
+        tiles = replace(tiles, chunk=tiles.rows // span(share))
     stages, combine = tiles.stages, tiles.combine_stages
-    while stages > 1 and tiles.rows * query + stages * tiles.columns * row > shared_bytes:
+    while stages > 1 and kept + stages * step > shared_bytes:
         stages -= 1
     rows = tiles.combine_rows * query
     while combine > 1 and rows + combine * tiles.combine_columns * row > shared_bytes:
         combine -= 1
-    return replace(tiles, stages=stages, combine_stages=combine)
+    merge = min(combine, tiles.merge_stages)
+    return replace(tiles, stages=stages, combine_stages=combine, merge_stages=merge)
 
 
 def _by_shape(block: int, widest: int, item_size: int, small: bool) -> AttentionTiles:
     if item_size > 2:
-        return AttentionTiles(False, 32, 32, 4, 1, 32, None, 32, 32, 4, 1)
+        return AttentionTiles(False, 32, 32, 4, 1, 32, None, 32, 32, 4, 1, 1)
     if widest > 128:
-        return AttentionTiles(False, 64, 32, 4, 2, 64, None, 64, 32, 8, 2)
+        return AttentionTiles(False, 64, 32, 4, 2, 64, None, 64, 32, 8, 2, 2)
     if small:
-        return AttentionTiles(True, 64, padded(block), 4, 1, 1024, None, 64, 64, 4, 3)
+        return AttentionTiles(True, 64, padded(block), 4, 1, 1024, None, 64, 64, 4, 3, 3)
     if block < 1024:
-        return AttentionTiles(False, 64, 64, 4, 3, 64, None, 64, 64, 4, 3)
-    return AttentionTiles(False, 128, 64, 8, 2, 128, 128, 64, 64, 4, 3)
+        return AttentionTiles(False, 64, 64, 4, 3, 64, None, 64, 64, 4, 3, 3)
+    return AttentionTiles(False, 128, 64, 8, 2, 128, 128, 64, 64, 4, 3, 3)
 
 
 @functools.cache

@@ -9,13 +9,16 @@ value that is not finite reaches earlier rows as 0 * inf. That shows in the sum:
 marked, and a second launch (`CLEAN`) computes them once more with 0 in the place of such values;
 rows that see one become NaN.
 
-Legend: M queries of a tile, N keys of a tile, D key size, V value size, K past blocks.
+Where `SHARE` query heads have one list, a tile of M rows holds M / SPAN queries with `SPAN` heads
+each, and the second grid axis runs over the lists and the slices of their heads.
+
+Legend: M rows of a tile, N keys of a tile, D key size, V value size, W places of a list.
 """
 
 import triton
 import triton.language as tl
 
-from sparsify.kernels.attend.pieces import dot, safe_top
+from sparsify.kernels.attend.pieces import dot, entries_of, heads_of, safe_top
 
 __all__ = ["combine_clean_fwd_kernel", "combine_fwd_kernel"]
 
@@ -78,19 +81,36 @@ def _without_strangers(v_NV, bad_M, keep_MN):
 
 
 @triton.jit
+def _stats(
+    stat_ptr, row_M, head_M, inside_M, WIDTH: tl.constexpr, SHARE: tl.constexpr, M: tl.constexpr
+):
+    """Maxima and sums of all places, `[M, W]` each; where nothing was written they are anything."""
+    if SHARE == 1:
+        w_2W = tl.arange(0, 2 * WIDTH)
+        at = stat_ptr + row_M[:, None] * (2 * WIDTH) + w_2W[None, :]
+        stats = tl.load(at, mask=inside_M[:, None], other=0.0)
+        top_MW, total_MW = tl.split(tl.reshape(stats, [M, WIDTH, 2]))
+    else:
+        w_W = tl.arange(0, WIDTH)
+        at = stat_ptr + row_M[:, None] * (2 * SHARE * WIDTH) + head_M[:, None]
+        at += w_W[None, :] * (2 * SHARE)
+        top_MW = tl.load(at, mask=inside_M[:, None], other=0.0)
+        total_MW = tl.load(at + SHARE, mask=inside_M[:, None], other=0.0)
+    return top_MW, total_MW
+
+
+@triton.jit
 def _with_past(
-    top_M, sum_M, acc_MV, idx_ptr, part_ptr, stat_ptr, slice_head, i_M, inside_M, v_V,
-    t_count, scale_log2, WIDTH: tl.constexpr, CHOSEN: tl.constexpr, V: tl.constexpr,
-    M: tl.constexpr, VP: tl.constexpr, STAGES: tl.constexpr,
+    top_M, sum_M, acc_MV, idx_ptr, part_ptr, stat_ptr, slice_list, i_M, head_M, inside_M, v_V,
+    t_count, scale_log2, WIDTH: tl.constexpr, CHOSEN: tl.constexpr, SHARE: tl.constexpr,
+    V: tl.constexpr, M: tl.constexpr, VP: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """The own block's softmax merged with those of the past blocks."""
-    w_W, w_2W = tl.arange(0, WIDTH), tl.arange(0, 2 * WIDTH)
-    row_M = slice_head.to(tl.int64) * t_count + i_M
+    w_W = tl.arange(0, WIDTH)
+    row_M = slice_list.to(tl.int64) * t_count + i_M
     idx_at = idx_ptr + row_M[:, None] * WIDTH + w_W[None, :]
     there_MW = tl.load(idx_at, mask=inside_M[:, None], other=-1) >= 0
-    stat_at = stat_ptr + row_M[:, None] * (2 * WIDTH) + w_2W[None, :]
-    stats = tl.load(stat_at, mask=inside_M[:, None], other=0.0)
-    top_MW, total_MW = tl.split(tl.reshape(stats, [M, WIDTH, 2]))
+    top_MW, total_MW = _stats(stat_ptr, row_M, head_M, inside_M, WIDTH, SHARE, M)
     top_MW = tl.where(there_MW, top_MW, float("-inf"))  # what was not written may be anything
     all_M = tl.maximum(top_M, tl.max(top_MW, 1))
     safe_M = safe_top(all_M)
@@ -102,9 +122,18 @@ def _with_past(
     count_M = tl.sum(there_MW.to(tl.int32), 1)
     for place in tl.range(0, tl.max(count_M, 0), num_stages=STAGES):
         valid_M = place < count_M
-        weight_M = tl.sum(tl.where((w_W == place)[None, :], weight_MW, 0.0), 1)
+        part_M = row_M * CHOSEN + place
+        if SHARE == 1:
+            weight_M = tl.sum(tl.where((w_W == place)[None, :], weight_MW, 0.0), 1)
+        else:
+            # Read once more, from a cache: there are more weights than registers to keep them in.
+            stat_at = stat_ptr + (row_M * WIDTH + place) * (2 * SHARE) + head_M
+            weight_M = tl.load(stat_at, mask=valid_M, other=float("-inf"))
+            weight_M = tl.exp2((weight_M - safe_M) * scale_log2)
+            weight_M *= tl.load(stat_at + SHARE, mask=valid_M, other=0.0)
+            part_M = part_M * SHARE + head_M
         x_MV = tl.load(
-            part_ptr + (row_M * CHOSEN + place)[:, None] * V + v_V[None, :],
+            part_ptr + part_M[:, None] * V + v_V[None, :],
             mask=valid_M[:, None] if V == VP else valid_M[:, None] & (v_V < V)[None, :],
             other=0.0,
         )
@@ -115,7 +144,7 @@ def _with_past(
 @triton.jit
 def _combine_tile(
     q_ptr, k_ptr, v_ptr, idx_ptr, part_ptr, stat_ptr, out_ptr, lse_ptr,
-    lo_ptr, hi_ptr, own_ptr, mask_ptr, tile, slice_head,
+    lo_ptr, hi_ptr, own_ptr, mask_ptr, tile, slice_list, head_slice,
     stride_qb, stride_qh, stride_qt, stride_qd,
     stride_kb, stride_kg, stride_ks, stride_kd,
     stride_vb, stride_vg, stride_vs, stride_vd,
@@ -123,16 +152,19 @@ def _combine_tile(
     scale_log2, S, T, start, t_begin, t_count, head_begin,
     HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
     CHOSEN: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, V: tl.constexpr, VP: tl.constexpr,
-    M: tl.constexpr, TILE_N: tl.constexpr, STAGES: tl.constexpr,
+    SHARE: tl.constexpr, SPAN: tl.constexpr, M: tl.constexpr, TILE_N: tl.constexpr,
+    STAGES: tl.constexpr, MERGE_STAGES: tl.constexpr,
     PLAIN: tl.constexpr, MASKED: tl.constexpr, OWN_LISTED: tl.constexpr, EXACT_DOT: tl.constexpr,
     CLEAN: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """One tile of queries; returns whether a sum of the own block is not finite."""
-    head = head_begin + slice_head
-    b, h = (head // HEADS).to(tl.int64), (head % HEADS).to(tl.int64)
-    g = h // GROUP
-    i_M = tile * M + tl.arange(0, M)
+    b, h, g = heads_of(head_begin + slice_list, HEADS, GROUP, SHARE)
+    b, h, g = b.to(tl.int64), h.to(tl.int64), g.to(tl.int64)
+    entry_M, head_M, known_M = entries_of(head_slice, M, SHARE, SPAN)
+    i_M = tile * (M // SPAN) + entry_M
     inside_M = i_M < t_count
+    if SHARE > 1:
+        inside_M = inside_M & known_M
     t_M = t_begin + i_M
     d_D, v_V, n_N = tl.arange(0, DP), tl.arange(0, VP), tl.arange(0, TILE_N)
     if PLAIN:
@@ -143,14 +175,13 @@ def _combine_tile(
         lo_M = tl.load(lo_ptr + b * T + t_M, mask=inside_M, other=0)
         hi_M = tl.load(hi_ptr + b * T + t_M, mask=inside_M, other=0)
     if OWN_LISTED:
-        listed = tl.load(own_ptr + slice_head.to(tl.int64) * t_count + i_M, mask=inside_M, other=0)
+        listed = tl.load(own_ptr + slice_list.to(tl.int64) * t_count + i_M, mask=inside_M, other=0)
         hi_M = tl.where(listed != 0, hi_M, lo_M)
-    q_MD = tl.load(
-        q_ptr + b * stride_qb + h * stride_qh
-        + t_M.to(tl.int64)[:, None] * stride_qt + d_D[None, :] * stride_qd,
-        mask=inside_M[:, None] & (d_D < D)[None, :],
-        other=0.0,
-    )  # fmt: skip
+    q_at = q_ptr + b * stride_qb + h * stride_qh + t_M.to(tl.int64)[:, None] * stride_qt
+    if SHARE > 1:
+        q_at += head_M.to(tl.int64)[:, None] * stride_qh
+    q_mask = inside_M[:, None] & (d_D < D)[None, :]
+    q_MD = tl.load(q_at + d_D[None, :] * stride_qd, mask=q_mask, other=0.0)
     k_base = k_ptr + b * stride_kb + g * stride_kg
     v_base = v_ptr + b * stride_vb + g * stride_vg
     mask_base = mask_ptr
@@ -187,19 +218,21 @@ def _combine_tile(
     odd = tl.sum(tl.sum(acc_MV * 0.0, 1), 0) != 0.0
     if CHOSEN > 0:
         top_M, sum_M, acc_MV = _with_past(
-            top_M, sum_M, acc_MV, idx_ptr, part_ptr, stat_ptr, slice_head, i_M, inside_M,
-            v_V, t_count, scale_log2, WIDTH, CHOSEN, V, M, VP, STAGES,
+            top_M, sum_M, acc_MV, idx_ptr, part_ptr, stat_ptr, slice_list, i_M, head_M,
+            inside_M, v_V, t_count, scale_log2, WIDTH, CHOSEN, SHARE, V, M, VP, MERGE_STAGES,
         )  # fmt: skip
     o_MV = tl.where((bad_M > 0)[:, None], float("nan"), acc_MV / sum_M[:, None])
     o_MV = tl.where((sum_M == 0.0)[:, None], 0.0, o_MV)  # no key, or all logits -inf
     out = out_ptr + b * stride_ob + h * stride_oh + t_M.to(tl.int64)[:, None] * stride_ot
+    if SHARE > 1:
+        out += head_M.to(tl.int64)[:, None] * stride_oh
     tl.store(
         out + v_V[None, :] * stride_od,
         o_MV.to(out_ptr.dtype.element_ty),
         mask=inside_M[:, None] & (v_V < V)[None, :],
     )
     lse_M = safe_top(top_M) * (scale_log2 * LN2) + tl.log(sum_M)
-    tl.store(lse_ptr + head.to(tl.int64) * T + t_M, lse_M, mask=inside_M)
+    tl.store(lse_ptr + (b * HEADS + h + head_M) * T + t_M, lse_M, mask=inside_M)
     return odd
 
 
@@ -214,7 +247,8 @@ def combine_fwd_kernel(
     scale_log2, S, T, start, t_begin, t_count, head_begin,
     HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
     CHOSEN: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, V: tl.constexpr, VP: tl.constexpr,
-    M: tl.constexpr, TILE_N: tl.constexpr, STAGES: tl.constexpr,
+    SHARE: tl.constexpr, SPAN: tl.constexpr, M: tl.constexpr, TILE_N: tl.constexpr,
+    STAGES: tl.constexpr, MERGE_STAGES: tl.constexpr,
     PLAIN: tl.constexpr, MASKED: tl.constexpr, OWN_LISTED: tl.constexpr, EXACT_DOT: tl.constexpr,
     SPLIT: tl.constexpr,
 ):  # fmt: skip
@@ -224,19 +258,20 @@ def combine_fwd_kernel(
     (`own_ptr`). SPLIT: the tiles of the own block that all rows see have a loop of their own.
     """
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
-    slice_head = tl.program_id(1)
+    row = tl.program_id(1)
+    slices: tl.constexpr = (SHARE + SPAN - 1) // SPAN
     odd = _combine_tile(
         q_ptr, k_ptr, v_ptr, idx_ptr, part_ptr, stat_ptr, out_ptr, lse_ptr,
-        lo_ptr, hi_ptr, own_ptr, mask_ptr, tile, slice_head,
+        lo_ptr, hi_ptr, own_ptr, mask_ptr, tile, row // slices, row % slices,
         stride_qb, stride_qh, stride_qt, stride_qd,
         stride_kb, stride_kg, stride_ks, stride_kd,
         stride_vb, stride_vg, stride_vs, stride_vd,
         stride_ob, stride_oh, stride_ot, stride_od,
         scale_log2, S, T, start, t_begin, t_count, head_begin,
-        HEADS, GROUP, BLOCK, WIDTH, CHOSEN, D, DP, V, VP, M, TILE_N, STAGES,
-        PLAIN, MASKED, OWN_LISTED, EXACT_DOT, False, SPLIT,
+        HEADS, GROUP, BLOCK, WIDTH, CHOSEN, D, DP, V, VP, SHARE, SPAN, M, TILE_N, STAGES,
+        MERGE_STAGES, PLAIN, MASKED, OWN_LISTED, EXACT_DOT, False, SPLIT,
     )  # fmt: skip
-    tl.store(odd_ptr + slice_head * tl.num_programs(0) + tile, odd.to(tl.int8))
+    tl.store(odd_ptr + row * tl.num_programs(0) + tile, odd.to(tl.int8))
 
 
 @triton.jit
@@ -250,27 +285,29 @@ def combine_clean_fwd_kernel(
     scale_log2, S, T, start, t_begin, t_count, head_begin,
     HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
     CHOSEN: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, V: tl.constexpr, VP: tl.constexpr,
-    M: tl.constexpr, TILE_N: tl.constexpr, STAGES: tl.constexpr,
+    SHARE: tl.constexpr, SPAN: tl.constexpr, M: tl.constexpr, TILE_N: tl.constexpr,
+    STAGES: tl.constexpr, MERGE_STAGES: tl.constexpr,
     PLAIN: tl.constexpr, MASKED: tl.constexpr, OWN_LISTED: tl.constexpr, EXACT_DOT: tl.constexpr,
     FLAGS: tl.constexpr,
 ):  # fmt: skip
     """The marked tiles among `FLAGS` once more, with 0 for values that are not finite."""
-    tiles = tl.cdiv(t_count, M)
+    tiles = tl.cdiv(t_count, M // SPAN)
     first = tl.program_id(0) * FLAGS
     f_F = first + tl.arange(0, FLAGS)
-    slice_head = tl.program_id(1)
-    marks = tl.load(odd_ptr + slice_head * tiles + f_F, mask=f_F < tiles, other=0)
+    row = tl.program_id(1)
+    slices: tl.constexpr = (SHARE + SPAN - 1) // SPAN
+    marks = tl.load(odd_ptr + row * tiles + f_F, mask=f_F < tiles, other=0)
     if tl.max(marks.to(tl.int32), 0) != 0:
         for tile in range(first, tl.minimum(first + FLAGS, tiles)):
-            if tl.load(odd_ptr + slice_head * tiles + tile) != 0:
+            if tl.load(odd_ptr + row * tiles + tile) != 0:
                 _combine_tile(
                     q_ptr, k_ptr, v_ptr, idx_ptr, part_ptr, stat_ptr, out_ptr, lse_ptr,
-                    lo_ptr, hi_ptr, own_ptr, mask_ptr, tile, slice_head,
+                    lo_ptr, hi_ptr, own_ptr, mask_ptr, tile, row // slices, row % slices,
                     stride_qb, stride_qh, stride_qt, stride_qd,
                     stride_kb, stride_kg, stride_ks, stride_kd,
                     stride_vb, stride_vg, stride_vs, stride_vd,
                     stride_ob, stride_oh, stride_ot, stride_od,
                     scale_log2, S, T, start, t_begin, t_count, head_begin,
-                    HEADS, GROUP, BLOCK, WIDTH, CHOSEN, D, DP, V, VP, M, TILE_N, STAGES,
-                    PLAIN, MASKED, OWN_LISTED, EXACT_DOT, True, False,
+                    HEADS, GROUP, BLOCK, WIDTH, CHOSEN, D, DP, V, VP, SHARE, SPAN, M, TILE_N,
+                    STAGES, MERGE_STAGES, PLAIN, MASKED, OWN_LISTED, EXACT_DOT, True, False,
                 )  # fmt: skip

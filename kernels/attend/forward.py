@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple, Protocol
-
 import torch
 import triton
 from torch import Tensor
 
 from sparsify.kernels import tiling
 from sparsify.kernels.attend.combine import combine_clean_fwd_kernel, combine_fwd_kernel
-from sparsify.kernels.attend.kv_outer import large_block_fwd_kernel, small_block_fwd_kernel
-from sparsify.kernels.attend.q_outer import query_block_fwd_kernel
+from sparsify.kernels.attend.cutting import Chooser, Parts, Shape, Slice, chunk_of, slices
+from sparsify.kernels.attend.kv_outer import (
+    large_block_fwd_kernel,
+    shared_block_fwd_kernel,
+    small_block_fwd_kernel,
+)
+from sparsify.kernels.attend.q_outer import query_block_fwd_kernel, shared_query_fwd_kernel
 from sparsify.kernels.placement import Placement
 from sparsify.kernels.select.index import reverse_index
-from sparsify.kernels.tiling import AttentionTiles, attention_tiles, padded
+from sparsify.kernels.tiling import attention_tiles, padded, span
 
 __all__ = [
     "Chooser",
@@ -36,79 +38,28 @@ __all__ = [
 LOG2E = 1.4426950408889634
 # At most this many queries go query by query.
 FEW_QUERIES = 32
-_STEP = 128  # queries of a slice come in multiples of this
-_LONG = 1 << 16  # with this many queries the lists are long enough for longer work items
 _SPLIT = 4  # own blocks of more tiles than this have a loop for those that are seen whole
+_HEADS = 16  # heads of a tile of one query; tensor cores take no fewer rows
 _MARKS = 256  # tiles that one program of the second combine looks at
 
 
-class Chooser(Protocol):
-    """Gives the past blocks of a slice: `chosen` places of `width`."""
-
-    chosen: int
-    width: int
-
-    def rows(self, head: int, heads: int, first: int, count: int) -> tuple[Tensor, Tensor | None]:
-        """Lists `[heads, count, width]`, and int8 flags of rows that list their own block, or None
-        when all do."""
-        ...
-
-
-class Shape(NamedTuple):
-    """What all kernels of a call share."""
-
-    heads: int
-    group: int
-    block: int
-    head_dim: int
-    value_dim: int
-    scale_log2: float
-    tiles: AttentionTiles
-    exact: bool
-
-    def sizes(self) -> dict[str, object]:
-        """Constants of the kernels."""
-        return {
-            "HEADS": self.heads,
-            "GROUP": self.group,
-            "D": self.head_dim,
-            "DP": padded(self.head_dim),
-            "V": self.value_dim,
-            "VP": padded(self.value_dim),
-        }
-
-
-class Slice(NamedTuple):
-    """Some heads of all batch rows counted through, and some queries."""
-
-    head: int
-    heads: int
-    first: int
-    queries: int
-
-
-class Parts(NamedTuple):
-    """Partial outputs of a slice `[heads, queries, chosen, V]`; their maxima and sums side by side,
-    `[heads, queries, W, 2]` in float32."""
-
-    out: Tensor
-    stats: Tensor
-
-
-def shape_of(q: Tensor, k: Tensor, v: Tensor, block: int, scale: float | None) -> Shape:
-    """The shape of a call."""
+def shape_of(
+    q: Tensor, k: Tensor, v: Tensor, block: int, scale: float | None, share: int = 1
+) -> Shape:
+    """The shape of a call; `share` query heads have one list of blocks."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     shared = tiling.shared_bytes(q.device)
-    tiles = attention_tiles(block, q.shape[-1], v.shape[-1], q.element_size(), shared)
-    exact = q.dtype == torch.float32
-    group = q.shape[1] // k.shape[1]
-    return Shape(q.shape[1], group, block, q.shape[-1], v.shape[-1], scale * LOG2E, tiles, exact)
+    sizes = (block, q.shape[-1], v.shape[-1])
+    tiles = attention_tiles(*sizes, q.element_size(), shared, share)
+    heads, exact = q.shape[1], q.dtype == torch.float32
+    return Shape(heads, heads // k.shape[1], *sizes, scale * LOG2E, tiles, exact, share)
 
 
 def dense(
     q: Tensor, k: Tensor, v: Tensor, placement: Placement, shape: Shape
 ) -> tuple[Tensor, Tensor]:
-    """Causal attention over all keys of each sequence."""
+    """Causal attention over all keys of each sequence, head by head."""
+    assert shape.share == 1
     out, lse = outputs(q, v)
     if not placement.plain:
         placement = _whole_sequences(placement)
@@ -148,7 +99,7 @@ def sparse(
     if not out.numel() or not k.shape[2]:
         out.zero_(), lse.fill_(float("-inf"))
         return out, lse
-    for part in slices(q, v, chooser, workspace_bytes):
+    for part in slices(q, v, chooser, workspace_bytes, shape.share):
         idx, own = chooser.rows(*part)
         parts = None
         if chooser.chosen and placement.blocks > 1:
@@ -164,36 +115,10 @@ def outputs(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return out, q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
-def slices(q: Tensor, v: Tensor, chooser: Chooser, workspace_bytes: int) -> Iterator[Slice]:
-    """Slices of some heads with all queries, or of some queries of one head."""
-    batch, heads, q_len = q.shape[:3]
-    # Partial outputs, maxima and sums, lists both ways.
-    row_bytes = chooser.chosen * v.shape[-1] * q.element_size() + 16 * chooser.width + 8
-    rows = max(_STEP, workspace_bytes // max(row_bytes, 1))
-    every = batch * heads
-    if rows >= q_len:
-        step = max(1, min(every, rows // q_len))
-        step = triton.cdiv(every, triton.cdiv(every, step))
-        for head in range(0, every, step):
-            yield Slice(head, min(step, every - head), 0, q_len)
-        return
-    step = rows // _STEP * _STEP
-    for head in range(every):
-        for first in range(0, q_len, step):
-            yield Slice(head, 1, first, min(step, q_len - first))
-
-
-def _parts(q: Tensor, v: Tensor, idx: Tensor, chosen: int) -> Parts:
-    heads, count, width = idx.shape
-    stats = q.new_empty(heads, count, width, 2, dtype=torch.float32)
-    return Parts(q.new_empty(heads, count, chosen, v.shape[-1]), stats)
-
-
-def chunk_of(tiles: AttentionTiles, queries: int) -> int:
-    """Entries of a work item: a tile of the large kernel, many of the small one."""
-    if not tiles.small:
-        return tiles.rows
-    return 2 * tiles.chunk if queries >= _LONG else tiles.chunk
+def _parts(q: Tensor, v: Tensor, idx: Tensor, chosen: int, share: int) -> Parts:
+    lists, count, width = idx.shape
+    stats = q.new_empty(lists, count, width, 2, share, dtype=torch.float32)
+    return Parts(q.new_empty(lists, count, chosen, share, v.shape[-1]), stats)
 
 
 def by_block(
@@ -208,21 +133,26 @@ def by_block(
 ) -> Parts:
     tiles = shape.tiles
     index = reverse_index(idx, placement.blocks, chunk_of(tiles, part.queries))
-    parts = _parts(q, v, idx, chosen)  # after the index, whose scratch memory it takes over
+    # After the index, whose scratch memory it takes over.
+    parts = _parts(q, v, idx, chosen, shape.share)
     options: dict[str, object] = {"num_warps": tiles.warps}
     keys: object = k
     values: object = v
-    if tiles.small:
+    if tiles.small and shape.share == 1:
         kernel = small_block_fwd_kernel
+    elif tiles.small:
+        kernel = shared_block_fwd_kernel
+        options |= {"STAGES": tiles.stages} | shape.sharing()
     else:
         kernel = large_block_fwd_kernel
+        options |= shape.sharing()
         by_tma = _fits_tma(k, v, placement, shape)
         options |= {"BY_TMA": by_tma, "STAGES": tiles.stages}
         if tiles.max_registers and by_tma:
             options["maxnreg"] = tiles.max_registers
         if by_tma:
             keys, values = _descriptor(k, tiles.columns), _descriptor(v, tiles.columns)
-    kernel[(index.bound,)](
+    kernel[(index.bound, shape.head_slices)](
         q,
         keys,
         values,
@@ -266,8 +196,13 @@ def by_query(
     part: Slice,
     chosen: int,
 ) -> Parts:
-    parts = _parts(q, v, idx, chosen)
-    query_block_fwd_kernel[(part.queries * chosen, part.heads)](
+    parts = _parts(q, v, idx, chosen, shape.share)
+    kernel, rows = query_block_fwd_kernel, part.heads
+    options: dict[str, object] = {}
+    if shape.share > 1:
+        kernel, rows = shared_query_fwd_kernel, part.heads * triton.cdiv(shape.share, _HEADS)
+        options = {"SHARE": shape.share, "M": _HEADS, "EXACT_DOT": shape.exact}
+    kernel[(part.queries * chosen, rows)](
         q,
         k,
         v,
@@ -294,6 +229,7 @@ def by_query(
         PLAIN=placement.plain,
         MASKED=placement.key_mask is not None,
         num_warps=4,
+        **options,
     )
     return parts
 
@@ -313,7 +249,8 @@ def combine(
     chosen: int = 0,
 ) -> None:
     tiles = shape.tiles
-    grid = (triton.cdiv(part.queries, tiles.combine_rows), part.heads)
+    queries = tiles.combine_rows // span(shape.share)
+    grid = (triton.cdiv(part.queries, queries), part.heads * shape.head_slices)
     arguments = (
         q,
         k,
@@ -339,13 +276,16 @@ def combine(
         part.queries,
         part.head,
     )
-    constants = shape.sizes() | {
+    constants = {
+        **shape.sizes(),
+        **shape.sharing(),
         "BLOCK": shape.block,
         "WIDTH": 1 if idx is None else idx.shape[2],
         "CHOSEN": chosen if parts is not None else 0,
         "M": tiles.combine_rows,
         "TILE_N": tiles.combine_columns,
         "STAGES": tiles.combine_stages,
+        "MERGE_STAGES": tiles.merge_stages,
         "PLAIN": placement.plain,
         "MASKED": placement.key_mask is not None,
         "OWN_LISTED": own is not None,
@@ -354,7 +294,7 @@ def combine(
     }
     split = shape.block > _SPLIT * tiles.combine_columns
     combine_fwd_kernel[grid](*arguments, **constants, SPLIT=split)
-    marks = (triton.cdiv(grid[0], _MARKS), part.heads)
+    marks = (triton.cdiv(grid[0], _MARKS), grid[1])
     combine_clean_fwd_kernel[marks](*arguments, **constants, FLAGS=_MARKS)
 
 
