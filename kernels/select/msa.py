@@ -70,24 +70,19 @@ class _Chunk(NamedTuple):
 
     part: _Part
     first: int
-    count: int
+    queries: int
     blocks: int
 
     @property
     def rows(self) -> int:
-        return self.count * self.part.heads
+        return self.queries * self.part.heads
 
 
 def path(iq: Tensor, ik: Tensor, placement: Placement, block_size: int) -> Path:
     """Which kernel scores: "gluon" where its tiles fit a Hopper GPU, "triton" elsewhere."""
-    fits = (
-        _capability(iq.device) == (9, 0)
-        and placement.plain
-        and block_size == hopper.BLOCK
-        and iq.dtype == ik.dtype
-        and iq.shape[-1] in (64, 128)
-        and hopper.keys_of(ik) is not None
-    )
+    hopper_gpu = _capability(iq.device) == (9, 0)
+    few = iq.shape[1] * iq.shape[2] <= _FEW_ROWS
+    fits = hopper_gpu and not few and _fits_gluon(iq, ik, placement, block_size)
     return "gluon" if fits else "triton"
 
 
@@ -108,6 +103,9 @@ class Index:
         block_size, topk, local: as in `sparsify.kernels.schemas.msa_select`.
         workspace_bytes: scores take a quarter of it at most, unless 64 queries need more.
         force: the score kernel to take instead of what `path` says.
+
+    Raises:
+        ValueError: if the kernel that is forced does not fit.
     """
 
     def __init__(
@@ -127,9 +125,12 @@ class Index:
         self.ranked = min(topk, blocks) if self.union else min(topk - 1, max(blocks - 1, 0))
         self.chosen = min(self.ranked, max(blocks - 1, 0))
         self.width = padded(max(self.chosen, 1), 4)
+        self.together = ik.shape[1] == 1  # the scores of all groups are made at once
         self.budget = (WORKSPACE_BYTES if workspace_bytes is None else workspace_bytes) // _SHARE
         self.iq, self.ik = _of_one_kind(iq, ik)
         self.path: Path = force or path(self.iq, self.ik, placement, block_size)
+        if force == "gluon" and not _fits_gluon(self.iq, self.ik, placement, block_size):
+            raise ValueError("The Gluon kernel scores plain calls with blocks of 128 keys alone.")
         self.keys = hopper.keys_of(self.ik) if self.path == "gluon" else None
         self.mask = None if placement.key_mask is None else placement.key_mask.contiguous()
         self.descriptors: dict[int, object] = {}
@@ -155,7 +156,7 @@ class Index:
             past = idx[at : at + part.lists * part.heads]
             for chunk in self._chunks(part, first, count):
                 begin = chunk.first - first
-                self._choose(past[:, begin : begin + chunk.count], chunk)
+                self._choose(past[:, begin : begin + chunk.queries], chunk)
             at += len(past)
         return idx, None
 
@@ -212,9 +213,8 @@ class Index:
 
     def _score(self, scores: Tensor, chunk: _Chunk, *, own_alone: bool) -> None:
         placement, size = self.placement, self.iq.shape[-1]
-        tiles = _tiles(
-            size, self.iq.element_size(), self.block_size, chunk.rows, _shared(self.iq.device)
-        )
+        item, shared = self.iq.element_size(), tiling.shared_bytes(self.iq.device)
+        tiles = _tiles(size, item, self.block_size, chunk.rows, placement.plain, shared)
         row_tiles, units = triton.cdiv(chunk.rows, tiles.rows), triton.cdiv(chunk.blocks, tiles.per)
         resident = 1 if tiles.rows > 128 else 2
         splits = 1
@@ -242,7 +242,7 @@ class Index:
             placement.blocks,
             placement.start,
             chunk.first,
-            chunk.count,
+            chunk.queries,
             chunk.part.z,
             chunk.part.head,
             chunk.blocks,
@@ -252,7 +252,7 @@ class Index:
             HEADS=chunk.part.heads,
             BLOCK=self.block_size,
             D=size,
-            DP=_padded_size(size, self.iq.element_size()),
+            DP=_padded_size(size, item),
             M=tiles.rows,
             TILE_N=tiles.columns,
             PER=tiles.per,
@@ -281,7 +281,7 @@ class Index:
             *self.keys[1:],
             self.placement.start,
             chunk.first,
-            chunk.count,
+            chunk.queries,
             chunk.part.z,
             chunk.part.head,
             chunk.blocks,
@@ -344,7 +344,7 @@ class Index:
             placement.blocks,
             placement.start,
             chunk.first,
-            chunk.count,
+            chunk.queries,
             chunk.part.z,
             chunk.blocks,
             scores.shape[2],
@@ -382,6 +382,14 @@ def _of_one_kind(iq: Tensor, ik: Tensor) -> tuple[Tensor, Tensor]:
     return iq, ik
 
 
+def _fits_gluon(iq: Tensor, ik: Tensor, placement: Placement, block_size: int) -> bool:
+    """Whether the tiles of the Gluon kernel fit a call."""
+    shape_fits = block_size == hopper.BLOCK and iq.shape[-1] in (64, 128)
+    return (
+        placement.plain and shape_fits and iq.dtype == ik.dtype and hopper.keys_of(ik) is not None
+    )
+
+
 @functools.cache
 def _capability(device: torch.device) -> tuple[int, int] | None:
     """Of an NVIDIA GPU; None for any other device."""
@@ -397,16 +405,12 @@ def _processors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-def _shared(device: torch.device) -> int:
-    return tiling.shared_bytes(device)
-
-
 def _padded_size(size: int, item: int) -> int:
     return padded(size, 32 if item == 1 else 16)
 
 
 @functools.cache
-def _tiles(size: int, item: int, block: int, rows: int, shared: int) -> _Tiles:
+def _tiles(size: int, item: int, block: int, rows: int, plain: bool, shared: int) -> _Tiles:
     """Tiles of the score kernel, measured on an H200 for size 128; others follow from what fits.
 
     Tiles of 64 rows and of more give the same bits: so many rows take the same instructions.
@@ -416,7 +420,8 @@ def _tiles(size: int, item: int, block: int, rows: int, shared: int) -> _Tiles:
         m, n, warps, stages = 32, 32, 4, 1
     elif row_bytes > 256:
         m, n, warps, stages = 64 if few else 128, 64, 4, 3
-    elif item == 1 or few or shared < tiling.HOPPER_SHARED:
+    elif item == 1 or few or not plain or shared < tiling.HOPPER_SHARED:
+        # Masks need registers of their own.
         m, n, warps, stages = 64 if few else 128, 128, 4 if item == 1 or few else 8, 3
     else:
         m, n, warps, stages = 256, 128, 8, 3

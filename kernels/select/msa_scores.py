@@ -127,7 +127,7 @@ def _walk(
     """Scores of the tiles `begin` to `end`; with CAUSAL of keys before slot `seen_M` only."""
     columns: tl.constexpr = TILE_N // PER
     # Columns that belong to no block, or to no key.
-    cut: tl.constexpr = not PLAIN or BLOCK != columns * PARTS
+    cut: tl.constexpr = not PLAIN or columns * PARTS != BLOCK
     best_MP = tl.full([M], float("-inf"), tl.float32)  # of one block, cut into parts
     known_MP = tl.zeros([M], tl.int32)
     for step in tl.range(begin, end, num_stages=STAGES):

@@ -38,7 +38,9 @@ _ELEMENTS = {
     torch.float16: gl.float16,
     torch.float8_e4m3fn: gl.float8e4nv,
 }
-_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # by the age of Triton
+# Names that changed between versions of Triton.
+_load_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+_all_warps = getattr(gl, "barrier", None) or gl.thread_barrier
 
 
 class Keys(NamedTuple):
@@ -93,7 +95,7 @@ def _fetch(
         mbarrier.wait(empty.index(slot), ((i // SLOTS) & 1) ^ 1)
         mbarrier.expect(full.index(slot), BYTES)
         at = [row + (begin + i) * 128, column]
-        tma.async_copy_global_to_shared(ik, at, full.index(slot), k_ring.index(slot))
+        _load_tile(ik, at, full.index(slot), k_ring.index(slot))
 
 
 @gluon.jit
@@ -187,7 +189,7 @@ def msa_scores_hopper_fwd_kernel(
     )  # fmt: skip
     # Tensor cores and fetches see shared memory through another proxy than stores do.
     fence_async_shared()
-    _barrier()
+    _all_warps()
 
     scores = scores_ptr + (gl.program_id(2) * blocks).to(gl.int64) * row_stride
     key_row = b * row_of_batch + g * row_of_head
@@ -195,10 +197,16 @@ def msa_scores_hopper_fwd_kernel(
     BYTES: gl.constexpr = 128 * D * (16 // VECTOR)
     gl.warp_specialize(
         [
-            (_consume, (scores, row_stride, q_tile, k_ring, full, empty, begin, end, row, SLOTS, DEPTH, 0)),
-            (_consume, (scores, row_stride, q_tile, k_ring, full, empty, begin, end, row, SLOTS, DEPTH, 1)),
+            (
+                _consume,
+                (scores, row_stride, q_tile, k_ring, full, empty, begin, end, row, SLOTS, DEPTH, 0),
+            ),
+            (
+                _consume,
+                (scores, row_stride, q_tile, k_ring, full, empty, begin, end, row, SLOTS, DEPTH, 1),
+            ),
             (_fetch, (ik, k_ring, full, empty, key_row, key_column, begin, end, BYTES, SLOTS)),
         ],
         [4, 1],
         [REGISTERS, 24],
-    )  # fmt: skip
+    )

@@ -53,10 +53,10 @@ def _keep(best, at_R, c, row_stride, first_R, reach_R, KEPT: tl.constexpr, MASKE
     """Merge the numbers of the next `KEPT` blocks into a sorted list of as many."""
     x = _numbers8(at_R, c, row_stride, first_R, reach_R, MASKED)
     if KEPT == 8:
-        kept = largest8(best, sorted8(x))
+        kept = _merged(best, sorted8(x), KEPT)
     else:
         y = _numbers8(at_R, c + 8, row_stride, first_R, reach_R, MASKED)
-        kept = largest16(best, sorted16(x, y))
+        kept = _merged(best, sorted16(x, y), KEPT)
     return kept
 
 
@@ -85,18 +85,26 @@ def _listed8(at_R, row_stride):
 
 
 @triton.jit
-def _merged(best, at_R, row_stride, KEPT: tl.constexpr):
-    """Merge the list of a segment into a list."""
+def _list_of(at_R, row_stride, KEPT: tl.constexpr):
+    """The list of a segment."""
     x = _listed8(at_R, row_stride)
     if KEPT == 8:
-        merged = largest8(best, x)
+        list_ = x
     else:
         y = _listed8(at_R + 8 * row_stride, row_stride)
-        both = (
+        list_ = (
             x[0], x[1], x[2], x[3], x[4], x[5], x[6], x[7],
             y[0], y[1], y[2], y[3], y[4], y[5], y[6], y[7],
         )  # fmt: skip
-        merged = largest16(best, both)
+    return list_
+
+
+@triton.jit
+def _merged(best, other, KEPT: tl.constexpr):
+    if KEPT == 8:
+        merged = largest8(best, other)
+    else:
+        merged = largest16(best, other)
     return merged
 
 
@@ -164,10 +172,11 @@ def _before(lists_R, row_stride, index, border_R, wanted_R, KEPT: tl.constexpr):
     """How many blocks, and how many of them at the border, the segments before write."""
     above_R = tl.zeros_like(border_R)
     equal_R = tl.zeros_like(border_R)
-    for place in range(index * KEPT):
-        x_R = tl.load(lists_R + place * row_stride)
-        above_R += (x_R > border_R).to(tl.int32)
-        equal_R += ((x_R == border_R) & (x_R != NO_CANDIDATE)).to(tl.int32)
+    for other in range(index):
+        x = _list_of(lists_R + other * KEPT * row_stride, row_stride, KEPT)
+        for place in tl.static_range(KEPT):
+            above_R += (x[place] > border_R).to(tl.int32)
+            equal_R += ((x[place] == border_R) & (border_R != NO_CANDIDATE)).to(tl.int32)
     equal_R = tl.minimum(equal_R, wanted_R)
     return above_R + equal_R, equal_R
 
@@ -225,7 +234,8 @@ def msa_choice_fwd_kernel(
     lists_R = best_ptr + (z * segments).to(tl.int64) * KEPT * row_stride + row_R
     best = _empty(R, KEPT)
     for other in range(segments):
-        best = _merged(best, lists_R + other * KEPT * row_stride, row_stride, KEPT)
+        x = _list_of(lists_R + other * KEPT * row_stride, row_stride, KEPT)
+        best = _merged(best, x, KEPT)
     border_R, wanted_R, total_R = _border(best, KEPT, RANKED)
     n_R, equal_R = _before(lists_R, row_stride, index, border_R, wanted_R, KEPT)
 

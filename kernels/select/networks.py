@@ -19,13 +19,13 @@ __all__ = [
     "column_of",
     "keep_largest",
     "keep_largest_three",
-    "largest16",
     "largest8",
+    "largest16",
     "largest_of_lanes",
     "lists_of_tile",
     "merged_lists",
-    "sorted16",
     "sorted8",
+    "sorted16",
 ]
 
 

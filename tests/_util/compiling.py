@@ -16,6 +16,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -33,7 +34,9 @@ POINTERS = {
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
     torch.float32: "*fp32",
+    torch.float8_e4m3fn: "*fp8e4nv",
     torch.int32: "*i32",
+    torch.int64: "*i64",
     torch.int8: "*i8",
     torch.bool: "*i1",
 }
@@ -66,8 +69,9 @@ def launches():
 def _kind(value):
     if isinstance(value, torch.Tensor):
         return POINTERS[value.dtype]
-    if isinstance(value, TensorDescriptor):
-        return f"tensordesc<{POINTERS[value.base.dtype][1:]}{list(value.block_shape)}>"
+    if hasattr(value, "block_shape"):  # in Gluon a descriptor has a layout too
+        layout = "" if isinstance(value, TensorDescriptor) else f",{value.layout!r}"
+        return f"tensordesc<{POINTERS[value.base.dtype][1:]}{list(value.block_shape)}{layout}>"
     if isinstance(value, float):
         return "fp32"
     return "i32" if -(2**31) <= value < 2**31 else "i64"
@@ -94,7 +98,8 @@ def compiled(launch, target):
         signature[parameter.name] = _kind(value)
         if _is_divisible(value):
             attributes[(index,)] = [["tt.divisibility", 16]]
-    source = ASTSource(kernel, signature, constants, attributes)
+    of_kind = GluonASTSource if kernel.is_gluon() else ASTSource
+    source = of_kind(kernel, signature, constants, attributes)
     options = {name: value for name, value in launch.options.items() if value is not None}
     return triton.compile(source, target=TARGETS[target], options=options)
 
