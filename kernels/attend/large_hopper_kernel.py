@@ -256,6 +256,7 @@ def large_block_hopper_fwd_kernel(
         mbarrier.init(k_empty.index(i), count=2)
         mbarrier.init(v_full.index(i), count=1)
         mbarrier.init(v_empty.index(i), count=2)
+    fence_async_shared()  # the accelerator must find the barriers as they were made
     items = gl.load(items_ptr)
     gl.warp_specialize([
         (_attend, (
