@@ -166,7 +166,7 @@ class Index:
         whole = not shared or (group % heads == 0 and groups % heads == 0)
         rows, of_batch = (heads, 1) if shared else (1, heads)
         if whole:
-            list_bytes = 4 * rows * _QUERY_STEP * self._blocks(last)
+            list_bytes = 4 * _padded_rows(rows * _QUERY_STEP) * self._blocks(last)
             step = max(1, self.budget // max(list_bytes, 1))
             begin, end = group // rows, (group + groups) // rows
             for z in range(begin, end, step):
@@ -183,7 +183,7 @@ class Index:
         """Queries of a part, cut so that the scores of a chunk stay within the budget."""
         column = max(self._blocks(first + count), 1)
         most = min(self.budget // (4 * column * part.lists), _MOST_ELEMENTS // column, _MOST_ROWS)
-        step = max(most // part.heads // _QUERY_STEP, 1) * _QUERY_STEP
+        step = max(most // _ROW_STEP * _ROW_STEP // (part.heads * _QUERY_STEP), 1) * _QUERY_STEP
         for begin in range(first, first + count, step):
             some = min(step, first + count - begin)
             yield _Chunk(part, begin, some, self._blocks(begin + some))
@@ -199,8 +199,7 @@ class Index:
         if not chunk.blocks:
             past.fill_(-1)
             return
-        row_stride = triton.cdiv(chunk.rows, _ROW_STEP) * _ROW_STEP
-        shape = (chunk.part.lists, chunk.blocks, row_stride)
+        shape = (chunk.part.lists, chunk.blocks, _padded_rows(chunk.rows))
         scores = self.iq.new_empty(shape, dtype=torch.int32)
         if self.path == "gluon":
             self._score_by_gluon(scores, chunk)
@@ -403,6 +402,10 @@ def _processors(device: torch.device) -> int:
     if device.type != "cuda":
         return 132
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def _padded_rows(rows: int) -> int:
+    return triton.cdiv(rows, _ROW_STEP) * _ROW_STEP
 
 
 def _padded_size(size: int, item: int) -> int:

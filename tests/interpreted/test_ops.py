@@ -54,8 +54,6 @@ def test_what_the_kernels_do_not_do_is_said():
     x = inputs(queries=5, keys=30)
     with pytest.raises(UsageError, match="float64 has no tensor-core kernels"):
         schemas.moba_attention(*(t.double() for t in x), **SIZES)
-    with pytest.raises(UsageError, match="no Triton kernels for msa_select yet"):
-        schemas.msa_select(x.q, x.k, **SIZES)
     with pytest.raises(UsageError, match="scale"):
         schemas.moba_attention(*x, **SIZES, scale=-1.0)
     wide = inputs(queries=2, keys=9, size=257)
