@@ -21,6 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sparsify.hosts.rotary import Rotary
+
 __all__ = ["Projections", "gain_of", "projections_of", "start"]
 
 _FUSED = ("qkv_proj", "c_attn")
@@ -119,20 +121,19 @@ def gain_of(norm: object, size: int) -> Tensor | None:
 
 @torch.no_grad()
 def start(
-    projections: Projections, index_dim: int, pairs: list[int], width: int, interleaved: bool
+    projections: Projections, index_dim: int, pairs: list[int], turning: Rotary
 ) -> tuple[Tensor, Tensor]:
     """Projections of the index queries `[G, I, C + 1]` and of the index keys `[I, C + 1]`.
 
     Args:
         pairs: the frequency of each pair of index channels that turns; the other channels do not.
-        width: channels of a head that turn.
-        interleaved: the two channels of a pair are neighbours, not half a width apart.
+        turning: the channels of a head that turn.
     """
     k_GDC = projections.k_GDC
     groups = k_GDC.shape[0]
     q_GDC = projections.q_HDC.reshape(groups, -1, *k_GDC.shape[1:]).mean(1)
-    q_turn, q_still = _as_complex(q_GDC, width, interleaved)
-    k_turn, k_still = _as_complex(k_GDC, width, interleaved)
+    q_turn, q_still = _as_complex(q_GDC, turning)
+    k_turn, k_still = _as_complex(k_GDC, turning)
     size_C = projections.size_C
     one_iq, one_ik = _turning(q_turn, k_turn, size_C, pairs)
     two_iq, two_ik = _still(q_still, k_still, size_C, index_dim - 2 * len(pairs))
@@ -141,12 +142,12 @@ def start(
     return _scaled(iq_GIC, size_C), _scaled(ik_IC, size_C)
 
 
-def _as_complex(x_GDC: Tensor, width: int, interleaved: bool) -> tuple[Tensor, Tensor]:
+def _as_complex(x_GDC: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
     """The channels that turn as complex numbers `[G, F, C]`, and those that do not `[G, P, C]`."""
-    turning, still = x_GDC[:, :width], x_GDC[:, width:]
-    if interleaved:
+    turning, still = x_GDC[:, : rotary.width], x_GDC[:, rotary.width :]
+    if rotary.channels_interleaved:
         return torch.complex(turning[:, ::2], turning[:, 1::2]), still
-    half = width // 2
+    half = rotary.width // 2
     return torch.complex(turning[:, :half], turning[:, half:]), still
 
 

@@ -7,7 +7,6 @@ parameters.
 
 from __future__ import annotations
 
-import inspect
 import logging
 from typing import Any
 
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 from sparsify.errors import CaptureError
 from sparsify.hosts.index_start import Projections, projections_of, start
 from sparsify.hosts.native_sparse import NativeIndexer, is_native, on_parameters_of
+from sparsify.hosts.rotary import rotary_of
 from sparsify.indexers import MSAIndexer, turning_columns
 from sparsify.plans import LayerPlan
 
@@ -103,8 +103,10 @@ def new_indexer(model: nn.Module, layer: LayerPlan, *, start_it: bool = True) ->
     above = layer.fqn.rpartition(".")[0]
     own = projections_of(module, model.get_submodule(above), head_dim)
     hidden, groups = _sizes(module, own, layer)
-    width, interleaved = _rotary(model, module, layer)
-    columns = turning_columns(layer.index_dim, head_dim, width, groups, interleaved=interleaved)
+    turning = rotary_of(model, module, layer.fqn, head_dim)
+    columns = turning_columns(
+        layer.index_dim, head_dim, turning.width, groups, interleaved=turning.tables_interleaved
+    )
     weight = next(module.parameters())
     wanted = weight.dtype if weight.dtype.is_floating_point else torch.get_default_dtype()
     norm = _norm_of(module, head_dim)
@@ -122,8 +124,9 @@ def new_indexer(model: nn.Module, layer: LayerPlan, *, start_it: bool = True) ->
     if start_it and own is None:
         _log.warning("the projections of %s are not known; its indexer starts at random", layer.key)
     elif start_it and own is not None and not weight.is_meta:
-        pairs = [column // 2 if interleaved else column for column in columns[: len(columns) // 2]]
-        _write(indexer, *start(own, layer.index_dim, pairs, width, interleaved))
+        step = 2 if turning.tables_interleaved else 1
+        pairs = [column // step for column in columns[: len(columns) // 2]]
+        _write(indexer, *start(own, layer.index_dim, pairs, turning))
     return indexer.train(module.training)
 
 
@@ -169,45 +172,3 @@ def _norm_of(module: Any, head_dim: int) -> Any:
 def _eps_of(norm: Any) -> float:
     names = ("variance_epsilon", "eps")
     return float(next((e for n in names if (e := getattr(norm, n, None)) is not None), 1e-6))
-
-
-def _rotary(model: nn.Module, module: nn.Module, layer: LayerPlan) -> tuple[int, bool]:
-    """Width of the rotary tables that the module is given (0 for none), and whether they repeat
-    every frequency at once."""
-    takes = inspect.signature(type(module).forward).parameters
-    if "position_embeddings" not in takes or not getattr(module, "use_rope", True):
-        return 0, False
-    cos = _table(model, layer)
-    half = cos.shape[-1] // 2
-    if cos.dim() == 3 and cos.shape[-1] == 2 * half:
-        if torch.equal(cos[..., :half], cos[..., half:]):
-            return 2 * half, False
-        if torch.equal(cos[..., ::2], cos[..., 1::2]):
-            return 2 * half, True
-    raise _no_tables(layer)
-
-
-@torch.no_grad()
-def _table(model: nn.Module, layer: LayerPlan) -> Tensor:
-    """Cosines of two positions from the `rotary_emb` nearest above the module."""
-    parts = layer.fqn.split(".")
-    above = (model.get_submodule(".".join(parts[:n])) for n in range(len(parts), -1, -1))
-    rotary = next((r for m in above if (r := getattr(m, "rotary_emb", None)) is not None), None)
-    buffers = [] if rotary is None else list(rotary.buffers())
-    if rotary is None or any(buffer.is_meta for buffer in buffers):
-        raise _no_tables(layer)
-    device = buffers[0].device if buffers else None
-    try:
-        found = rotary(torch.zeros(1, device=device), torch.tensor([[1, 2]], device=device))
-    except Exception as error:  # the model's own code
-        raise _no_tables(layer) from error
-    if not isinstance(found, tuple) or not isinstance(found[0], Tensor):
-        raise _no_tables(layer)
-    return found[0]
-
-
-def _no_tables(layer: LayerPlan) -> CaptureError:
-    return CaptureError(
-        f"{layer.key}: the learned indexer cannot read this model's rotary tables.",
-        'Use indexer="proxy".',
-    )
