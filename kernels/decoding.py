@@ -1,0 +1,215 @@
+"""What the decode kernels of a call share: its sizes, tiles, and how its lists are cut.
+
+Legend: B batch, H query heads, G key/value heads, T queries, D key size, V value size, I index
+size.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from sparsify.kernels import tiling
+from sparsify.kernels.layout import Layout, block_count, key_slots
+from sparsify.kernels.tiling import padded
+
+__all__ = [
+    "CHUNK",
+    "MOST_PLACES",
+    "Call",
+    "Tiles",
+    "call_of",
+    "is_exact",
+    "is_hopper_or_newer",
+    "readable",
+    "row_strides",
+    "starts",
+    "tiles_of",
+]
+
+CHUNK = 512  # keys that one program ranks at once
+MOST_PLACES = 256
+_FULL = 0.85  # share of the last wave of programs that should be busy
+_WAVES = 6  # of which the last one matters little
+_MOST_PART_BYTES = 256 << 20  # of partial results
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """Sizes of the tiles. Those of the attention decide how a row rounds, so they depend on
+    nothing but its own shape; stages do not."""
+
+    score_rows: int
+    score_columns: int
+    score_stages: int
+    score_warps: int
+    columns: int
+    stages: int
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What all kernels of a call share.
+
+    `chosen` blocks are taken by score, of `blocks`; `every` one of them without a look at a score.
+    """
+
+    batch: int
+    queries: int
+    heads: int
+    groups: int
+    block: int
+    slots: int
+    blocks: int
+    chosen: int
+    length: int
+    every: bool
+    union: bool
+    tiles: Tiles
+    pdl: bool
+    sm_count: int
+    part_bytes: int
+
+    @property
+    def lists(self) -> int:
+        """One for each query of a key/value head."""
+        return self.batch * self.queries * self.groups
+
+    @property
+    def one_program(self) -> bool:
+        """Whether a program walks over a whole list: when there are enough lists."""
+        waves = self.lists / self.sm_count
+        if self.lists * (self.chosen + 1) * self.part_bytes > _MOST_PART_BYTES or waves >= _WAVES:
+            return True
+        return waves >= _FULL * block_count(self.lists, self.sm_count)
+
+    @property
+    def segments(self) -> int:
+        """Programs that rank one row."""
+        if self.one_program or self.length > CHUNK // 2:
+            return 1
+        return min(padded(block_count(self.blocks, CHUNK), 1), CHUNK // self.length)
+
+
+def call_of(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    iq: Tensor,
+    ik: Tensor,
+    layout: Layout,
+    block_size: int,
+    topk: int,
+    local: str,
+) -> Call:
+    """Sizes of a call; those of the keys are of their axes, whatever lengths on the device say."""
+    slots = key_slots(k, layout)
+    blocks = block_count(slots, block_size)
+    chosen = topk if local == "union" else topk - 1
+    if chosen > blocks:  # not the number itself: each is a kernel of its own
+        chosen = min(chosen, padded(max(blocks, 1), 1))
+    shared = tiling.shared_bytes(q.device)
+    return Call(
+        batch=q.shape[0],
+        queries=q.shape[2],
+        heads=q.shape[1],
+        groups=iq.shape[1],
+        block=block_size,
+        slots=slots,
+        blocks=blocks,
+        chosen=chosen,
+        length=padded(max(chosen, 1), 4),
+        every=chosen == 0 or chosen >= blocks,
+        union=local == "union",
+        tiles=tiles_of(q, v, iq, ik, block_size, shared),
+        pdl=is_hopper_or_newer(q.device),
+        sm_count=_sm_count(q.device),
+        part_bytes=4 * v.shape[3] * q.shape[1] // iq.shape[1],
+    )
+
+
+def tiles_of(q: Tensor, v: Tensor, iq: Tensor, ik: Tensor, block: int, shared_bytes: int) -> Tiles:
+    """Tiles that fit `shared_bytes` of shared memory."""
+    shared_bytes -= 4 << 10
+    exact = is_exact(iq, ik)
+    item = 4 if exact else max(iq.element_size(), ik.element_size())
+    key = padded(iq.shape[3]) * item
+    rows = iq.shape[2] * (iq.shape[1] if ik.shape[1] == 1 else 1)
+    # More than 32 rows of float8 would go to products that do not sum in float32.
+    rows = min(padded(rows), 16 if exact else 32 if item == 1 else 64)
+    columns = 16 if exact else 128 if padded(iq.shape[3]) <= 128 else 64
+    stages = 5 if item == 1 else 3
+    while stages > 1 and stages * columns * key + rows * key > shared_bytes:
+        stages -= 1
+    pair = (padded(q.shape[3]) + padded(v.shape[3])) * q.element_size()
+    widest = padded(max(q.shape[3], v.shape[3]))
+    width = (64 if widest <= 128 else 32) >> (1 if q.element_size() > 2 else 0)
+    width = min(width, padded(block))
+    while width > 16 and (width + 16) * pair > shared_bytes:
+        width //= 2
+    whole = Tiles(rows, columns, stages, 8 if exact else 4, width, 3)
+    return _fewer_stages(whole, pair, shared_bytes)
+
+
+def _fewer_stages(tiles: Tiles, pair_bytes: int, shared_bytes: int) -> Tiles:
+    stages = tiles.stages
+    while stages > 1 and (stages * tiles.columns + 16) * pair_bytes > shared_bytes:
+        stages -= 1
+    return replace(tiles, stages=stages)
+
+
+def is_exact(iq: Tensor, ik: Tensor) -> bool:
+    """Whether scores are products of float32: for float32, and two dtypes of which neither holds
+    the other."""
+    two_bytes = {x.dtype for x in (iq, ik) if x.element_size() == 2}
+    return torch.float32 in (iq.dtype, ik.dtype) or len(two_bytes) > 1
+
+
+@functools.cache
+def is_hopper_or_newer(device: torch.device) -> bool:
+    """Whether a kernel may start before the one in front of it ends, and fetch by descriptors."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    return bool(torch.cuda.get_device_capability(device) >= (9, 0))
+
+
+@functools.cache
+def _sm_count(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 132
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def readable(layout: Layout) -> Layout:
+    """Vectors and rows that kernels can read, and the origin that a mask implies."""
+    origin, mask, table = layout.block_origin, layout.key_mask, layout.page_table
+    if mask is not None and mask.shape[1]:
+        mask = mask if mask.stride(1) == 1 else mask.contiguous()
+        if origin is None:
+            origin = (mask.cumsum(1, dtype=torch.int32) == 0).sum(1, dtype=torch.int32)
+    if table is not None and table.stride(1) != 1:
+        table = table.contiguous()
+    return Layout(
+        q_start=None if layout.q_start is None else layout.q_start.contiguous(),
+        kv_len=None if layout.kv_len is None else layout.kv_len.contiguous(),
+        key_mask=mask,
+        block_origin=None if origin is None else origin.contiguous(),
+        page_table=table,
+    )
+
+
+def row_strides(layout: Layout) -> tuple[int, int]:
+    """From one row of the batch to the next, in the mask and in the table of pages."""
+    mask, table = layout.key_mask, layout.page_table
+    return 0 if mask is None else mask.stride(0), 0 if table is None else table.stride(0)
+
+
+def starts(call: Call, *, first: bool, warps: int = 4) -> dict[str, object]:
+    """Options of a launch; all but the first kernel may start before their input is there."""
+    options: dict[str, object] = {"PDL": call.pdl, "num_warps": warps}
+    if call.pdl and not first:
+        options["launch_pdl"] = True
+    return options

@@ -1,0 +1,158 @@
+"""MSA's choice of blocks for a few queries over a cache: what starts the kernels of `msa_decode`.
+
+Legend: B batch, G key/value heads, J index key heads, T queries, S key slots, I index size,
+N blocks, L list length, K list places.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sparsify.kernels.decoding import CHUNK, Call, call_of, is_exact, readable, row_strides, starts
+from sparsify.kernels.layout import Layout, block_count, list_width
+from sparsify.kernels.select.msa_decode import decode_score_fwd_kernel, decode_top_fwd_kernel
+from sparsify.kernels.tiling import padded
+
+__all__ = ["best_blocks", "choose"]
+
+_NO_BLOCK = 0x7FFFFFFF
+
+
+def choose(
+    iq: Tensor, ik: Tensor, layout: Layout, *, block_size: int, topk: int, local: str = "inside"
+) -> Tensor:
+    """The lists that `msa_decode` attends, as `schemas.msa_select` gives them `[B, G, T, K]`."""
+    call = call_of(iq, ik, ik, iq, ik, layout, block_size, topk, local)
+    layout = readable(layout)
+    own_BT, count_B1 = _own_blocks(layout, call, iq.device)
+    own, count = own_BT[:, :, None, None], count_B1[:, :, None, None]
+    shape = (call.batch, call.queries, call.groups, call.length)
+    if call.every:
+        end = (own + 1 if call.union else own).minimum(count)
+        number = torch.arange(call.length, device=iq.device).expand(shape)
+        number = number.masked_fill((number >= end) | (number >= call.chosen), _NO_BLOCK)
+    else:
+        number = best_blocks(iq, ik, layout, call, 1).view(shape).long()
+    number = number.masked_fill(number == own, _NO_BLOCK)
+    last = own.expand(*shape[:3], 1)
+    last = last.masked_fill((last < 0) | (last >= count), _NO_BLOCK)
+    width = list_width(call.slots, block_size, topk, local)
+    lists = torch.cat([number, last], -1).sort(-1).values[..., :width]
+    return lists.masked_fill(lists == _NO_BLOCK, -1).int().transpose(1, 2).contiguous()
+
+
+def _own_blocks(layout: Layout, call: Call, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The block each query stands in `[B, T]`, below 0 where none; blocks that exist `[B, 1]`."""
+
+    def given(values: Tensor | None, default: Tensor) -> Tensor:
+        return default if values is None else values.long()[:, None]
+
+    slots = torch.full((call.batch, 1), call.slots, device=device)
+    length = given(layout.kv_len, slots).clamp(min=0).minimum(slots)
+    origin = given(layout.block_origin, torch.zeros_like(length)).clamp(min=0).minimum(length)
+    start = given(layout.q_start, length - call.queries) - origin
+    position = start + torch.arange(call.queries, device=device)
+    own = torch.div(position, call.block, rounding_mode="floor")
+    return own, (length - origin + call.block - 1) // call.block
+
+
+def best_blocks(iq: Tensor, ik: Tensor, layout: Layout, call: Call, segments: int) -> Tensor:
+    """The best blocks of every list, see `decode_top_fwd_kernel`."""
+    order = torch.empty(call.lists, call.blocks, dtype=torch.int32, device=iq.device)
+    _score(iq, ik, order, layout, call)
+    dtype = torch.int32 if segments == 1 else torch.int64
+    best = torch.empty(call.lists, segments, call.length, dtype=dtype, device=iq.device)
+    chunk = max(call.length, min(CHUNK, padded(call.blocks)))
+    decode_top_fwd_kernel[(call.lists * segments,)](
+        order,
+        best,
+        layout.kv_len,
+        layout.q_start,
+        layout.block_origin,
+        call.slots,
+        call.blocks,
+        block_count(call.blocks, chunk * segments),
+        T=call.queries,
+        GROUPS=call.groups,
+        BLOCK=call.block,
+        C=chunk,
+        CHOSEN=call.chosen,
+        LENGTH=call.length,
+        SEGMENTS=segments,
+        UNION=call.union,
+        **starts(call, first=False),
+    )
+    return best
+
+
+def _score(iq: Tensor, ik: Tensor, order: Tensor, layout: Layout, call: Call) -> None:
+    tiles, shared = call.tiles, ik.shape[1] == 1
+    columns, per = _blocks_of_a_tile(call.block, tiles.score_columns)
+    parts = 1 if per > 1 else block_count(call.block, columns)
+    rows = call.queries * (call.groups if shared else 1)
+    programs = call.batch * ik.shape[1] * block_count(rows, tiles.score_rows)
+    splits = _splits(programs, block_count(call.blocks, per), call.sm_count)
+    by_tma = call.pdl and _fits_tma(ik, call.block, columns, layout.page_table is not None)
+    decode_score_fwd_kernel[(programs * splits,)](
+        iq,
+        _descriptor(ik, columns) if by_tma else ik,
+        order,
+        layout.kv_len,
+        layout.q_start,
+        layout.block_origin,
+        layout.key_mask,
+        layout.page_table,
+        *iq.stride(),
+        *ik.stride(),
+        *row_strides(layout),
+        call.slots,
+        call.blocks,
+        ik.shape[0],
+        splits,
+        T=call.queries,
+        GROUPS=call.groups,
+        SHARED=shared,
+        BLOCK=call.block,
+        D=iq.shape[3],
+        DP=padded(iq.shape[3]),
+        M=tiles.score_rows,
+        TILE_N=columns,
+        TILES=parts,
+        PER=per,
+        STAGES=tiles.score_stages,
+        UNION=call.union,
+        BY_TMA=by_tma,
+        EXACT_DOT=is_exact(iq, ik),
+        **starts(call, first=True, warps=tiles.score_warps),
+    )
+
+
+def _blocks_of_a_tile(block: int, columns: int) -> tuple[int, int]:
+    """Columns of a tile, and how many blocks they hold."""
+    if block < columns and padded(block) == block:
+        return columns, columns // block
+    return min(columns, padded(block)), 1
+
+
+def _splits(programs: int, steps: int, sm_count: int) -> int:
+    """Programs that share the blocks of a sequence: two for each multiprocessor, or, where there
+    are many sequences, so many that the last wave matters little."""
+    if 2 * programs <= sm_count:
+        return max(1, min(steps, block_count(2 * sm_count, programs)))
+    return max(1, min(steps // 8, block_count(8 * sm_count, programs)))
+
+
+def _fits_tma(ik: Tensor, block: int, columns: int, paged: bool) -> bool:
+    """Whether descriptors can fetch tiles of index keys: aligned, and no tile beyond its block."""
+    size = ik.element_size()
+    aligned = all(stride * size % 16 == 0 and stride > 0 for stride in ik.stride()[:3])
+    aligned = aligned and ik.stride(3) == 1 and ik.data_ptr() % 16 == 0
+    whole = block % columns == 0 or (columns % block == 0 and not paged)
+    return aligned and whole and padded(ik.shape[3]) == ik.shape[3]
+
+
+def _descriptor(x: Tensor, rows: int) -> object:
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, rows, x.shape[3]])
