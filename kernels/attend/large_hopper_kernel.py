@@ -122,6 +122,36 @@ def _softmax_step(s_MN, top_M, scale_log2):
 
 
 @gluon.jit
+def _store_item(
+    q_MD, q_empty, acc_MV, top_M, sum_M, entry_M, begin, end,
+    part_ptr, stat_ptr, slice_head, t_count,
+    SIDE: gl.constexpr, WIDTH: gl.constexpr, CHOSEN: gl.constexpr, D: gl.constexpr,
+    dtype: gl.constexpr, s_rows: gl.constexpr, o_rows: gl.constexpr,
+):  # fmt: skip
+    """Outputs, maxima and sums of a group's rows at the places of their entries."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
+    rows: gl.constexpr = gl.SliceLayout(1, layout)
+    weight_M = 1.0 / gl.where(sum_M == 0.0, 1.0, sum_M)
+    o_MV = acc_MV * gl.convert_layout(weight_M, o_rows)[:, None]
+    # The group's own queries are done with: their place turns the output into whole rows.
+    q_MD.store(o_MV.to(dtype))
+    _all_warps()
+    o_MV = q_MD.load(layout)
+    _all_warps()
+    mbarrier.arrive(q_empty, count=1)
+    v_V = gl.arange(0, D, layout=gl.SliceLayout(0, layout))
+    entry = gl.convert_layout(entry_M, rows)
+    row = slice_head * t_count * CHOSEN + entry // WIDTH * CHOSEN + entry % WIDTH
+    inside = begin + SIDE * _HALF + gl.arange(0, _HALF, layout=rows) < end
+    o_at = part_ptr + row[:, None] * D + v_V[None, :]
+    gl.store(o_at, o_MV, mask=inside[:, None] & (v_V >= 0)[None, :])
+    inside_M = begin + SIDE * _HALF + gl.arange(0, _HALF, layout=s_rows) < end
+    stats = stat_ptr + slice_head * t_count * WIDTH * 2
+    gl.store(stats + 2 * entry_M, top_M, mask=inside_M)
+    gl.store(stats + 2 * entry_M + 1, sum_M, mask=inside_M)
+
+
+@gluon.jit
 def _attend(
     q_slots, k_slots, v_slots, q_full, q_empty, k_full, k_empty, v_full, v_empty, turns,
     list_ptr, work_ptr, items, part_ptr, stat_ptr, scale_log2, block, N, t_count,
@@ -132,10 +162,8 @@ def _attend(
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE_N, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=o_layout, k_width=2)
-    row_layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     s_rows: gl.constexpr = gl.SliceLayout(1, s_layout)
     o_rows: gl.constexpr = gl.SliceLayout(1, o_layout)
-    v_V = gl.arange(0, D, layout=gl.SliceLayout(0, row_layout))
     m_M = SIDE * _HALF + gl.arange(0, _HALF, layout=s_rows)
     dtype: gl.constexpr = q_slots.dtype
     s_zero = gl.zeros([_HALF, TILE_N], gl.float32, s_layout)
@@ -204,24 +232,12 @@ def _attend(
         mbarrier.arrive(v_empty.index(v_at), count=1)
         step += 1
 
-        # The group's own queries are done with: their place turns the output into whole rows.
-        weight_M = 1.0 / gl.where(sum_M == 0.0, 1.0, sum_M)
-        o_MV = acc_MV * gl.convert_layout(weight_M, o_rows)[:, None]
-        q_MD.store(o_MV.to(dtype))
-        _all_warps()
-        o_MV = q_MD.load(row_layout)
-        _all_warps()
-        mbarrier.arrive(q_empty.index(q_at), count=1)
+        _store_item(
+            q_MD, q_empty.index(q_at), acc_MV, top_M, sum_M, entry_M, begin, end,
+            part_ptr, stat_ptr, (column // N).to(gl.int64), t_count,
+            SIDE, WIDTH, CHOSEN, D, dtype, s_rows, o_rows,
+        )  # fmt: skip
         turn += 1  # noqa: SIM113
-        entry = gl.convert_layout(entry_M, gl.SliceLayout(1, row_layout))
-        m_rows = SIDE * _HALF + gl.arange(0, _HALF, layout=gl.SliceLayout(1, row_layout))
-        slice_head = (column // N).to(gl.int64)
-        row = slice_head * t_count * CHOSEN + entry // WIDTH * CHOSEN + entry % WIDTH
-        inside = (begin + m_rows < end)[:, None] & (v_V >= 0)[None, :]
-        gl.store(part_ptr + row[:, None] * D + v_V[None, :], o_MV, mask=inside)
-        stats = stat_ptr + slice_head * t_count * WIDTH * 2
-        gl.store(stats + 2 * entry_M, top_M, mask=begin + m_M < end)
-        gl.store(stats + 2 * entry_M + 1, sum_M, mask=begin + m_M < end)
         column, begin, end = next_column, next_begin, next_end
 
 
