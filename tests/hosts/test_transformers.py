@@ -331,13 +331,6 @@ def test_a_plan_for_another_model_is_rejected_and_leaves_the_model_alone():
     assert model.config._attn_implementation == "sdpa"
 
 
-def test_a_learned_indexer_is_refused_by_name():
-    model = build("llama")
-    plan = plan_for(model, "msa", indexer="learned", index_dim=16)
-    with pytest.raises(CaptureError, match="learned indexer"):
-        host.apply(model, plan)
-
-
 def test_two_attention_calls_in_one_module_are_refused():
     model = build("llama")
     plan = plan_for(model)
