@@ -14,6 +14,7 @@ from sparsify.errors import NothingToDoError, UsageError
 from sparsify.estimate_report import Estimate
 from sparsify.gpu_plans import Request, plan_model
 from sparsify.hosts.graph import agreed
+from sparsify.hosts.native_sparse import named
 from sparsify.inspections import Inspection, captured_shape
 from sparsify.passes.examples import is_transformers_model
 from sparsify.plans import Plan
@@ -113,7 +114,7 @@ def inspect(
     return Inspection(
         model=name or type(model).__name__,
         sites=tuple(found.sites),
-        refusals=(*found.refusals, *found.lookalikes),
+        refusals=(*named(found.refusals, model), *found.lookalikes),
         notes=(*notes, *found.notes),
         expected=expected_layers(model),
         order=tuple(found.order),
@@ -367,7 +368,8 @@ def expected_layers(model: torch.nn.Module) -> int | None:
         return None
     kinds = getattr(config, "layer_types", None)
     if kinds:
-        return sum("attention" in kind and "linear" not in kind for kind in kinds)
+        named_so = ("attention", "sparse")
+        return sum(any(w in kind for w in named_so) and "linear" not in kind for kind in kinds)
     count = getattr(config, "num_hidden_layers", None)
     return count if isinstance(count, int) else None
 

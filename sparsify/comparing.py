@@ -18,6 +18,7 @@ import torch
 
 from sparsify import settings
 from sparsify.errors import UsageError
+from sparsify.hosts.native_sparse import native_layers
 from sparsify.plans import Plan
 from sparsify.report import CheckResult
 from sparsify.variants import all_dense, plan_of, retuned, takes
@@ -77,6 +78,17 @@ class Context(Pair):
     dump_selection: Path | None
     greedy_tokens: int
     say: Callable[[str], None]
+
+    @property
+    def pads_left(self) -> bool:
+        """Whether padding on the left leaves what the original computes: it moves the blocks of
+        layers that are sparse by themselves."""
+        return not native_layers(self.original)
+
+    @property
+    def settings_run(self) -> str:
+        """How `plain_and_padded` runs the models, in words."""
+        return "alone and left-padded in a batch" if self.pads_left else "alone"
 
     @property
     def spans(self) -> list[int]:
@@ -160,10 +172,10 @@ def variant(c: Context, **changes: Any) -> Any:
 
 
 def plain_and_padded(c: Context, length: int) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
-    """The input alone, and in a left-padded batch with a shorter one."""
+    """The input alone, and, if the original can be, in a left-padded batch with a shorter one."""
     ids = c.tokens(length)
     yield ids, None
-    if length > 2:
+    if length > 2 and c.pads_left:
         yield left_padded(ids, length - length // 3)
 
 

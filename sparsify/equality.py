@@ -54,7 +54,7 @@ def dense_limit(c: Context) -> CheckResult:
     done = (
         f"worst error {worst:.1e} of the largest logit at {join(lengths)} tokens "
         f"({rows} rows beyond top-k blocks), {c.greedy_tokens} greedy tokens identical, "
-        "alone and left-padded in a batch"
+        f"{c.settings_run}"
     )
     return result("V3", "dense limit", faults, done, metrics)
 

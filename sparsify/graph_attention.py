@@ -87,6 +87,8 @@ def found_attention(
             continue
         if refusal is not None and refusal.code in _OTHER_PAIRS:
             assume(f"{site_name(fqn, ordinal)} is counted as if it were causal self-attention.")
+        if refusal is not None and refusal.code == "NATIVELY_SPARSE":
+            assume("Some layers are natively sparse; dense is what they would cost without it.")
         places.append(Place(fqn, ordinal, sizes, _window(refusal), site is not None))
     return places
 

@@ -38,6 +38,7 @@ REFUSAL_CODES = frozenset(
         "MASK_UNPROVED",
         "MASK_UNSUPPORTED",
         "MASK_UPPER_LEFT",
+        "NATIVELY_SPARSE",
         "NOT_ATTENTION",
         "NOT_CAUSAL",
         "NOT_SELF_ATTENTION",
@@ -182,7 +183,8 @@ class Refusal:
     """One attention (or look-alike) that stays as it is, and why.
 
     `code` is one of `REFUSAL_CODES`; `evidence` is what was read from the graph; `hint` says what
-    the user can change.
+    the user can change. With NATIVELY_SPARSE `facts["native"]` are the layer's own block size,
+    top-k and index_dim: MSA of these very sizes runs on the layer's own indexer.
     """
 
     fqn: str

@@ -99,7 +99,7 @@ def check_plan(plan: Plan, sites: Sequence[AttentionSite], refusals: Sequence[Re
         name = site_name(layer.fqn, layer.ordinal)
         if layer.key not in proved and layer.key not in refused:
             raise UsageError(f"The plan names {name}, where the model has no attention.")
-        if layer.sparse and layer.key not in proved:
+        if layer.sparse and layer.key not in proved and not _is_own(refused[layer.key], layer):
             why = f"{refused[layer.key].code}: {refused[layer.key].message}"
             raise UsageError(f"The plan rewrites {name}, which is not proved ({why}).")
     missing = sorted((proved | refused.keys()) - plan.by_key().keys(), key=_natural)
@@ -219,7 +219,7 @@ def refuse_unproved(found: Sequence[Named], choices: Sequence[Choice]) -> None:
     unproved = [
         f"{site_name(item.fqn, item.ordinal)} ({item.code}: {item.message})"
         for item, (method, _) in zip(found, choices, strict=True)
-        if isinstance(item, Refusal) and not isinstance(method, Dense)
+        if isinstance(item, Refusal) and not (isinstance(method, Dense) or _is_own(item, method))
     ]
     if unproved:
         more = "; ..." if len(unproved) > 5 else ""
@@ -242,12 +242,24 @@ def layer_plan(policy: Policy, item: Named, method: Method, because: str) -> Lay
             "Run `sparsify plan MODEL --policy auto --gpu h200 --context 128k -o plan.json` "
             "(sparsify.plan in Python), or name both in the policy.",
         )
+    if isinstance(item, Refusal) and _is_own(item, method):
+        assert isinstance(method, MSA)
+        reason = f"MSA {because}, on the layer's own indexer"
+        return rewritten_layer(item, method, reason, policy.min_context)
     if isinstance(item, Refusal):
         reason = f"{item.code}: {item.message}"
         return LayerPlan(item.fqn, item.ordinal, "dense", "refused", reason)
     if isinstance(method, Dense):
         return LayerPlan(item.fqn, item.ordinal, "dense", "kept_dense", f"dense {because}")
     return rewritten_layer(item, method, _reason(method, because), policy.min_context)
+
+
+def _is_own(refusal: Refusal, method: Method | LayerPlan) -> bool:
+    """Whether a method is what a natively sparse layer does by itself."""
+    if getattr(method, "indexer", None) != "learned" or getattr(method, "local", "") != "inside":
+        return False
+    sizes = (getattr(method, name) for name in ("block_size", "topk", "index_dim"))
+    return refusal.facts.get("native") == tuple(sizes)
 
 
 def rewritten_layer(

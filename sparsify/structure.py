@@ -170,7 +170,7 @@ def no_op(c: Context) -> CheckResult:
         for ids, mask in plain_and_padded(c, n)
         if not same_bits(logits(original, ids, mask), logits(c.dense, ids, mask))
     ]
-    done = f"bit-equal at {join(lengths)} tokens, alone and left-padded in a batch"
+    done = f"bit-equal at {join(lengths)} tokens, {c.settings_run}"
     return result("V2", "no-op", faults, done, {"tokens": lengths})
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import inspect
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ import torch
 from sparsify import rewriting
 from sparsify.hosts import transformers as host
 from sparsify.hosts.graph_model import GraphModel
+from sparsify.hosts.native_sparse import native_layers
 from sparsify.plans import Plan
 
 __all__ = ["all_dense", "in_float64", "plan_of", "retuned", "takes"]
@@ -30,14 +32,19 @@ def takes(model: Any, name: str) -> bool:
 
 
 def retuned(model: Any, **changes: Any) -> Any:
-    """A rewritten model with its sparse layers changed, on the same weights."""
+    """A rewritten model with its sparse layers changed, on the same weights. Sizes of layers that
+    are sparse by themselves stay."""
     plan = plan_of(model)
     assert plan is not None
-    return _with_plan(model, _changed(plan, **changes))
+    return _with_plan(model, _changed(plan, native_layers(model), **changes))
 
 
-def _changed(plan: Plan, **changes: Any) -> Plan:
-    layers = tuple(dataclasses.replace(p, **changes) if p.sparse else p for p in plan)
+def _changed(plan: Plan, native: Collection[str] = (), **changes: Any) -> Plan:
+    others = {name: value for name, value in changes.items() if name != "topk"}
+    layers = tuple(
+        dataclasses.replace(p, **(others if p.fqn in native else changes)) if p.sparse else p
+        for p in plan
+    )
     return Plan(layers, plan.policy, plan.model)
 
 

@@ -283,13 +283,21 @@ def _indexed_static(layer: Any) -> SparseStaticLayer:
 
 
 def _unfit(layer: Any) -> str | None:
-    if type(layer) in _EXACT:
+    if type(layer) in _EXACT or type(layer) in _native_layers():
         return None
     if isinstance(layer, _QUANTISED):
         return "the cache rounds its keys (quantised)"
     if getattr(layer, "is_sliding", False):
         return "the cache keeps a window of the keys only"
     return f"cache layers of kind {type(layer).__name__} are not known"
+
+
+def _native_layers() -> list[Any]:
+    """MiniMax-M3's layers, which keep all keys and their indexer's. They are known once its code is
+    imported."""
+    names = ("DYNAMIC_LAYER_TYPE_MAPPING", "STATIC_LAYER_TYPE_MAPPING")
+    mappings = (getattr(cache_utils, name, {}) for name in names)
+    return [mapping.get("minimax_m3_sparse") for mapping in mappings]
 
 
 def sparse_layer(cache: Any, layer_idx: int) -> SparseDynamicLayer | None:

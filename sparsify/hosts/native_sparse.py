@@ -11,7 +11,9 @@ Legend: B batch, G index heads, H query heads, T queries, S keys, N blocks, K li
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -20,14 +22,53 @@ from torch import Tensor, nn
 from sparsify.hosts.calls import SiteCall
 from sparsify.hosts.index_keys import IndexUse
 from sparsify.indexers import MSAIndexer
-from sparsify.kernels import schemas
+from sparsify.ir import Refusal
+from sparsify.kernels import schemas, selection
 
-__all__ = ["NativeIndexer", "chosen_only", "from_slot_0", "is_native", "on_parameters_of"]
+__all__ = [
+    "NativeIndexer",
+    "chosen_only",
+    "from_slot_0",
+    "is_native",
+    "named",
+    "native_layers",
+    "on_parameters_of",
+]
 
 
 def is_native(indexer: object) -> bool:
     """Whether it is the indexer of a MiniMax-M3 layer, as transformers made it."""
     return type(indexer).__name__ == "MiniMaxM3VLIndexer"
+
+
+def native_layers(model: nn.Module) -> dict[str, tuple[int, int, int]]:
+    """Block size, top-k and index size of the layers that are sparse by themselves, by the paths of
+    their attention modules."""
+    found = {}
+    for name, module in model.named_modules():
+        own: Any = module.replaced if isinstance(module, NativeIndexer) else module
+        if is_native(own):
+            fqn = name.rpartition(".")[0]
+            found[fqn] = (own.block_size, own.topk_blocks, own.head_dim)
+    return found
+
+
+def named(refusals: Iterable[Refusal], model: nn.Module) -> tuple[Refusal, ...]:
+    """The refusals, those of layers that are sparse by themselves called by that name."""
+    native = native_layers(model)
+    return tuple(_named(r, native[r.fqn]) if r.fqn in native else r for r in refusals)
+
+
+def _named(refusal: Refusal, sizes: tuple[int, int, int]) -> Refusal:
+    size, topk, index_dim = sizes
+    method = f"block_size: {size}, topk: {topk}, indexer: learned, index_dim: {index_dim}"
+    return dataclasses.replace(
+        refusal,
+        code="NATIVELY_SPARSE",
+        message=f"the layer chooses blocks by itself (size {size}, top {topk})",
+        hint=f"MSA of these sizes runs on its own indexer: {{name: msa, {method}}}",
+        facts={"native": sizes},
+    )
 
 
 class NativeIndexer(MSAIndexer):
@@ -104,14 +145,16 @@ def chosen_only(
         position_ids = torch.arange(n_S - n_T, n_S, device=query.device)
     positions_BT = position_ids.reshape(-1, n_T).expand(n_B, -1)
     if isinstance(chosen, IndexUse):
-        chosen = schemas.msa_select(
-            chosen.queries,
-            chosen.keys,
-            q_start=positions_BT[:, 0].contiguous(),
-            block_origin=positions_BT.new_zeros(n_B),
-            block_size=native.block_size,
-            topk=native.topk_blocks,
-        ).long()
+        plan = getattr(module, "sparsify_plan", None)
+        with contextlib.nullcontext() if plan is None else selection.site(plan.key):
+            chosen = schemas.msa_select(
+                chosen.queries,
+                chosen.keys,
+                q_start=positions_BT[:, 0].contiguous(),
+                block_origin=positions_BT.new_zeros(n_B),
+                block_size=native.block_size,
+                topk=native.topk_blocks,
+            ).long()
     where = n_S, query.dtype, query.device, positions_BT
     found: Tensor = native.build_block_mask(chosen, mask, *where)
     return found
