@@ -18,7 +18,6 @@ from sparsify.kernels.select.msa_scores import NO_CANDIDATE, block_range
 from sparsify.kernels.select.networks import largest8, largest16, sorted8, sorted16
 
 LOWEST = tl.constexpr(-0x7FFFFFFFFFFFFFFF)
-LAST = tl.constexpr(0x7FFFFFFF)
 
 __all__ = ["msa_best_fwd_kernel", "msa_choice_fwd_kernel", "msa_exact_fwd_kernel"]
 
@@ -117,7 +116,7 @@ def _segment(
     end = tl.minimum(tl.max(reach_R, 0), (index + 1) * segment)
     middle = begin
     if PLAIN:
-        shared = tl.min(tl.where(inside_R, reach_R, LAST), 0)
+        shared = tl.min(tl.where(inside_R, reach_R, 0x7FFFFFFF), 0)
         middle = begin + tl.maximum(tl.minimum(shared, end) - begin, 0) // STEP * STEP
     return begin, middle, end
 
@@ -283,20 +282,20 @@ def msa_exact_fwd_kernel(
         keep_MN = (c_N[None, :] >= first_M[:, None]) & (c_N[None, :] < reach_M[:, None])
         at_MN = at_M[:, None] + c_N[None, :] * row_stride
         x_MN = tl.load(at_MN, mask=keep_MN, other=NO_CANDIDATE)
-        key_MN = (x_MN.to(tl.int64) << 32) | (LAST - c_N)[None, :].to(tl.int64)
+        key_MN = (x_MN.to(tl.int64) << 32) | (0x7FFFFFFF - c_N)[None, :].to(tl.int64)
         key_MN = tl.where(x_MN != NO_CANDIDATE, key_MN, LOWEST)
         new_ML = tl.topk(key_MN, LENGTH, dim=1)
         both_ML = tl.reshape(tl.join(best_ML, new_ML), [M, 2 * LENGTH])
         best_ML = tl.topk(both_ML, LENGTH, dim=1)
     found_ML = (best_ML != LOWEST) & (l_L < RANKED)[None, :]
-    number_ML = LAST - (best_ML & 0xFFFFFFFF).to(tl.int32)
+    number_ML = 0x7FFFFFFF - (best_ML & 0xFFFFFFFF).to(tl.int32)
     if UNION:
         found_ML = found_ML & (number_ML != end_M[:, None])
-    number_ML = tl.sort(tl.where(found_ML, number_ML, LAST), dim=1)
+    number_ML = tl.sort(tl.where(found_ML, number_ML, 0x7FFFFFFF), dim=1)
     list_M = z * HEADS + row_M % HEADS
     out_M = idx_ptr + list_M.to(tl.int64) * list_stride + i_M.to(tl.int64) * WIDTH
     tl.store(
         out_M[:, None] + l_L[None, :],
-        tl.where(number_ML == LAST, -1, number_ML),
+        tl.where(number_ML == 0x7FFFFFFF, -1, number_ML),
         mask=inside_M[:, None] & (l_L < WIDTH)[None, :],
     )
