@@ -231,7 +231,8 @@ def _combine_tile(
         o_MV.to(out_ptr.dtype.element_ty),
         mask=inside_M[:, None] & (v_V < V)[None, :],
     )
-    lse_M = safe_top(top_M) * (scale_log2 * LN2) + tl.log(sum_M)
+    # One operation, or each of the two kernels would round as its compiler likes.
+    lse_M = tl.fma(safe_top(top_M), scale_log2 * LN2, tl.log(sum_M))
     tl.store(lse_ptr + (b * HEADS + h + head_M) * T + t_M, lse_M, mask=inside_M)
     return odd
 

@@ -7,6 +7,7 @@ import triton
 from torch import Tensor
 
 from sparsify.kernels import tiling
+from sparsify.kernels.attend import large_hopper, shared_hopper
 from sparsify.kernels.attend.combine import combine_clean_fwd_kernel, combine_fwd_kernel
 from sparsify.kernels.attend.cutting import Chooser, Parts, Shape, Slice, chunk_of, slices
 from sparsify.kernels.attend.kv_outer import (
@@ -15,6 +16,7 @@ from sparsify.kernels.attend.kv_outer import (
     small_block_fwd_kernel,
 )
 from sparsify.kernels.attend.q_outer import query_block_fwd_kernel, shared_query_fwd_kernel
+from sparsify.kernels.attend.shared_hopper import Path, path
 from sparsify.kernels.placement import Placement
 from sparsify.kernels.select.index import reverse_index
 from sparsify.kernels.tiling import attention_tiles, padded, span
@@ -26,10 +28,11 @@ __all__ = [
     "Slice",
     "by_block",
     "by_query",
-    "chunk_of",
     "combine",
     "dense",
+    "entries_per_item",
     "outputs",
+    "path",
     "shape_of",
     "slices",
     "sparse",
@@ -93,8 +96,10 @@ def sparse(
     shape: Shape,
     chooser: Chooser,
     workspace_bytes: int,
+    force: Path | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention over the chosen past blocks and the own block."""
+    """Attention over the chosen past blocks and the own block; with `force` by that kernel instead
+    of what `path` says."""
     out, lse = outputs(q, v)
     if not out.numel() or not k.shape[2]:
         out.zero_(), lse.fill_(float("-inf"))
@@ -104,8 +109,9 @@ def sparse(
         parts = None
         if chooser.chosen and placement.blocks > 1:
             # Not by the slice: a row must not depend on how the work is cut.
-            attend = by_query if q.shape[2] <= FEW_QUERIES else by_block
-            parts = attend(q, k, v, idx, placement, shape, part, chooser.chosen)
+            fixed = (q, k, v, idx, placement, shape, part, chooser.chosen)
+            few = q.shape[2] <= FEW_QUERIES
+            parts = by_query(*fixed) if few else by_block(*fixed, force)
         combine(q, k, v, idx, own, parts, out, lse, placement, shape, part, chooser.chosen)
     return out, lse
 
@@ -121,6 +127,15 @@ def _parts(q: Tensor, v: Tensor, idx: Tensor, chosen: int, share: int) -> Parts:
     return Parts(q.new_empty(lists, count, chosen, share, v.shape[-1]), stats)
 
 
+def entries_per_item(
+    q: Tensor, k: Tensor, v: Tensor, placement: Placement, shape: Shape, queries: int
+) -> int:
+    """Entries of a work item of the kernel that will run a slice of `queries`."""
+    if large_hopper.fits(q, k, v, placement, shape):
+        return large_hopper.ROWS
+    return chunk_of(shape.tiles, queries)
+
+
 def by_block(
     q: Tensor,
     k: Tensor,
@@ -130,11 +145,21 @@ def by_block(
     shape: Shape,
     part: Slice,
     chosen: int,
+    force: Path | None = None,
 ) -> Parts:
     tiles = shape.tiles
-    index = reverse_index(idx, placement.blocks, chunk_of(tiles, part.queries))
+    chunk = entries_per_item(q, k, v, placement, shape, part.queries)
+    index = reverse_index(idx, placement.blocks, chunk)
     # After the index, whose scratch memory it takes over.
     parts = _parts(q, v, idx, chosen, shape.share)
+    if large_hopper.fits(q, k, v, placement, shape):
+        fixed = (placement, shape, part, chosen, idx.shape[2])
+        large_hopper.large_block(q, k, v, index, parts, *fixed)
+        return parts
+    if (force or path(q, k, v, placement, shape)) == "gluon":
+        fixed = (placement, shape, part, chosen, idx.shape[2])
+        shared_hopper.shared_block(q, k, v, index, parts, *fixed)
+        return parts
     options: dict[str, object] = {"num_warps": tiles.warps}
     keys: object = k
     values: object = v

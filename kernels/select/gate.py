@@ -24,6 +24,8 @@ from sparsify.kernels.select.networks import (
 )
 
 NO_COLUMN = tl.constexpr(-0x40000000)
+# One compilation serves all lengths and head counts.
+_LENGTHS = ["T", "N", "start", "t_begin", "t_count", "head_begin", "heads", "group"]
 
 __all__ = ["gate_exact_fwd_kernel", "gate_merge_fwd_kernel", "gate_packed_fwd_kernel"]
 
@@ -64,13 +66,13 @@ def _scores(
 @triton.jit
 def _packed_step(
     l0, l1, l2, l3, odd_M4, q_MD, means_ptr, real_ptr, c0, first_M, end_M, N,
-    D: tl.constexpr, DP: tl.constexpr, M: tl.constexpr, BITS: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, M: tl.constexpr, spare,
     LIST: tl.constexpr, MASKED: tl.constexpr, REAL: tl.constexpr, EXACT_DOT: tl.constexpr,
 ):  # fmt: skip
     """One tile of 64 blocks into the lists; `odd_M4` turns NaN where a score is not finite."""
     c_N = c0 + tl.arange(0, 64)
     x_MN = _scores(q_MD, means_ptr, c_N, N, D, DP, not MASKED, EXACT_DOT)
-    low: tl.constexpr = (1 << BITS) - 1
+    low = (1 << spare) - 1
     bits_MN = (x_MN.to(tl.int32, bitcast=True) & ~low) | (c_N >> 4)[None, :]
     key_MN = bits_MN.to(tl.float32, bitcast=True)
     x0, x1, x2, x3 = lists_of_tile(key_MN, M)
@@ -97,15 +99,15 @@ def _sum4(x):
     return (x[0] + x[1]) + (x[2] + x[3])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_LENGTHS)
 def gate_packed_fwd_kernel(
     q_ptr, means_ptr, best_ptr, cut_ptr,
     first_ptr, end_ptr, real_ptr,
     stride_qb, stride_qh, stride_qt, stride_qd,
-    T, N, start, t_begin, t_count, head_begin,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
-    D: tl.constexpr, DP: tl.constexpr, M: tl.constexpr, KEPT: tl.constexpr, BITS: tl.constexpr,
-    LIST: tl.constexpr, STAGES: tl.constexpr, PLAIN: tl.constexpr, REAL: tl.constexpr, EXACT_DOT: tl.constexpr,
+    T, N, start, t_begin, t_count, head_begin, heads, group, spare,
+    BLOCK: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, M: tl.constexpr, KEPT: tl.constexpr,
+    LIST: tl.constexpr, STAGES: tl.constexpr,
+    PLAIN: tl.constexpr, REAL: tl.constexpr, EXACT_DOT: tl.constexpr,
 ):  # fmt: skip
     """The `KEPT` (4 or 8) best past blocks of each query and lane, as values with their numbers:
     `best` [heads, KEPT, 4, t_count]; and in `cut` [heads, 4, t_count] the largest value at the end
@@ -113,7 +115,7 @@ def gate_packed_fwd_kernel(
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     slice_head = tl.program_id(1)
     head = head_begin + slice_head
-    b, h = (head // HEADS).to(tl.int64), (head % HEADS).to(tl.int64)
+    b, h = (head // heads).to(tl.int64), (head % heads).to(tl.int64)
     i_M = tile * M + tl.arange(0, M)
     inside_M = i_M < t_count
     t_M = t_begin + i_M
@@ -125,7 +127,7 @@ def gate_packed_fwd_kernel(
         other=0.0,
     )  # fmt: skip
     first_M, end_M = _candidates(first_ptr, end_ptr, b, t_M, inside_M, T, start, BLOCK, PLAIN)
-    means = means_ptr + (b * (HEADS // GROUP) + h // GROUP) * N * D
+    means = means_ptr + (b * (heads // group) + h // group) * N * D
     real = real_ptr
     if REAL:
         real += b * N
@@ -146,16 +148,16 @@ def gate_packed_fwd_kernel(
     for tile_n in tl.range(begin, middle, num_stages=STAGES):
         l0, l1, l2, l3, odd_M4 = _packed_step(
             l0, l1, l2, l3, odd_M4, q_MD, means, real, tile_n * 64, first_M, end_M, N,
-            D, DP, M, BITS, LIST, False, REAL, EXACT_DOT,
+            D, DP, M, spare, LIST, False, REAL, EXACT_DOT,
         )  # fmt: skip
     last = tl.cdiv(tl.max(tl.where(inside_M, end_M, 0), 0), 64)
     for tile_n in tl.range(middle, last, num_stages=1 if PLAIN else STAGES):
         l0, l1, l2, l3, odd_M4 = _packed_step(
             l0, l1, l2, l3, odd_M4, q_MD, means, real, tile_n * 64, first_M, end_M, N,
-            D, DP, M, BITS, LIST, True, REAL, EXACT_DOT,
+            D, DP, M, spare, LIST, True, REAL, EXACT_DOT,
         )  # fmt: skip
 
-    best, cut_M4 = merged_lists(l0, l1, l2, l3, LIST, BITS)
+    best, cut_M4 = merged_lists(l0, l1, l2, l3, LIST, spare)
     lane_M4 = tl.arange(0, 4)[None, :] * t_count + i_M[:, None]
     at = best_ptr + slice_head.to(tl.int64) * KEPT * 4 * t_count + lane_M4
     for place in tl.static_range(KEPT):
@@ -185,33 +187,32 @@ def _lane(best_ptr, row, i_R, inside_R, t_count, LANE: tl.constexpr, KEPT: tl.co
 
 
 @triton.jit
-def _column_down_to(x_R, border_R, LANE: tl.constexpr, BITS: tl.constexpr):
+def _column_down_to(x_R, border_R, LANE: tl.constexpr, spare):
     """The column of a value that reaches the border, negative, so that the largest is the first."""
     chosen_R = (x_R >= border_R) & (x_R > float("-inf"))
-    return tl.where(chosen_R, -column_of(x_R, LANE, BITS), NO_COLUMN)
+    return tl.where(chosen_R, -column_of(x_R, LANE, spare), NO_COLUMN)
 
 
 @triton.jit
-def _columns_of_lane(x, border_R, LANE: tl.constexpr, BITS: tl.constexpr):
+def _columns_of_lane(x, border_R, LANE: tl.constexpr, spare):
     return sorted8(
         (
-            _column_down_to(x[0], border_R, LANE, BITS),
-            _column_down_to(x[1], border_R, LANE, BITS),
-            _column_down_to(x[2], border_R, LANE, BITS),
-            _column_down_to(x[3], border_R, LANE, BITS),
-            _column_down_to(x[4], border_R, LANE, BITS),
-            _column_down_to(x[5], border_R, LANE, BITS),
-            _column_down_to(x[6], border_R, LANE, BITS),
-            _column_down_to(x[7], border_R, LANE, BITS),
+            _column_down_to(x[0], border_R, LANE, spare),
+            _column_down_to(x[1], border_R, LANE, spare),
+            _column_down_to(x[2], border_R, LANE, spare),
+            _column_down_to(x[3], border_R, LANE, spare),
+            _column_down_to(x[4], border_R, LANE, spare),
+            _column_down_to(x[5], border_R, LANE, spare),
+            _column_down_to(x[6], border_R, LANE, spare),
+            _column_down_to(x[7], border_R, LANE, spare),
         )
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["t_count", "spare"])
 def gate_merge_fwd_kernel(
-    best_ptr, cut_ptr, idx_ptr, count_ptr, rows_ptr, t_count,
+    best_ptr, cut_ptr, idx_ptr, count_ptr, rows_ptr, t_count, spare,
     R: tl.constexpr, KEPT: tl.constexpr, CHOSEN: tl.constexpr, WIDTH: tl.constexpr,
-    BITS: tl.constexpr,
 ):  # fmt: skip
     """The best `CHOSEN` past blocks of each query, -1 behind; flagged rows go to `rows_ptr`."""
     row = tl.program_id(1).to(tl.int64)
@@ -226,10 +227,10 @@ def gate_merge_fwd_kernel(
 
     # By number, as the exact kernel lists them: a row has the same bits whichever chose for it.
     columns = largest_of_lanes(
-        _columns_of_lane(a, border_R, 0, BITS),
-        _columns_of_lane(b, border_R, 1, BITS),
-        _columns_of_lane(c, border_R, 2, BITS),
-        _columns_of_lane(d, border_R, 3, BITS),
+        _columns_of_lane(a, border_R, 0, spare),
+        _columns_of_lane(b, border_R, 1, spare),
+        _columns_of_lane(c, border_R, 2, spare),
+        _columns_of_lane(d, border_R, 3, spare),
     )
     at_R = idx_ptr + (row * t_count + i_R) * WIDTH
     for place in tl.static_range(WIDTH):
@@ -239,7 +240,7 @@ def gate_merge_fwd_kernel(
             column_R = tl.full([R], -1, tl.int32)
         tl.store(at_R + place, column_R, mask=inside_R)
 
-    tie_R = (_score(border_R, BITS) == _score(next_R, BITS)) & (next_R > float("-inf"))
+    tie_R = (_score(border_R, spare) == _score(next_R, spare)) & (next_R > float("-inf"))
     flag_R = tie_R
     for lane in tl.static_range(4):
         at = cut_ptr + (row * 4 + lane) * t_count + i_R
@@ -252,11 +253,11 @@ def gate_merge_fwd_kernel(
 
 
 @triton.jit
-def _score(x_M, BITS: tl.constexpr):
+def _score(x_M, spare):
     """The score as far as a value keeps it; zeros of either sign are one score."""
     bits = x_M.to(tl.int32, bitcast=True)
-    score = bits >> (BITS + 2)
-    return tl.where((bits & 0x7FFFFFFF) >> (BITS + 2) == 0, 0, score)
+    score = bits >> (spare + 2)
+    return tl.where((bits & 0x7FFFFFFF) >> (spare + 2) == 0, 0, score)
 
 
 @triton.jit
@@ -269,13 +270,13 @@ def _ranked_keys(x_MN, c_N, keep_MN):
     return tl.where(keep_MN, key, -0x7FFFFFFFFFFFFFFF)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_LENGTHS)
 def gate_exact_fwd_kernel(
     q_ptr, means_ptr, idx_ptr, count_ptr, rows_ptr,
     first_ptr, end_ptr, real_ptr,
     stride_qb, stride_qh, stride_qt, stride_qd,
-    T, N, start, t_begin, t_count, head_begin,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
+    T, N, start, t_begin, t_count, head_begin, heads, group,
+    BLOCK: tl.constexpr,
     D: tl.constexpr, DP: tl.constexpr, M: tl.constexpr, TILE_N: tl.constexpr,
     CHOSEN: tl.constexpr, LENGTH: tl.constexpr, WIDTH: tl.constexpr, ONE_TILE: tl.constexpr,
     LISTED: tl.constexpr, PLAIN: tl.constexpr, REAL: tl.constexpr, EXACT_DOT: tl.constexpr,
@@ -283,9 +284,9 @@ def gate_exact_fwd_kernel(
     """The same by 64-bit keys; with LISTED only for the rows that were flagged."""
     slice_head = tl.program_id(1)
     head = head_begin + slice_head
-    b, h = (head // HEADS).to(tl.int64), (head % HEADS).to(tl.int64)
+    b, h = (head // heads).to(tl.int64), (head % heads).to(tl.int64)
     d_D, l_L = tl.arange(0, DP), tl.arange(0, LENGTH)
-    means = means_ptr + (b * (HEADS // GROUP) + h // GROUP) * N * D
+    means = means_ptr + (b * (heads // group) + h // group) * N * D
     rows = rows_ptr + slice_head.to(tl.int64) * t_count
     count = t_count
     if LISTED:

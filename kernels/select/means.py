@@ -9,17 +9,17 @@ import triton.language as tl
 __all__ = ["block_means_fwd_kernel"]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["S", "N", "groups"])
 def block_means_fwd_kernel(
     k_ptr, means_ptr, slot_ptr, keys_ptr, mask_ptr,
     stride_kb, stride_kg, stride_ks, stride_kd,
-    S, N,
-    GROUPS: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    S, N, groups,
+    BLOCK: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     R: tl.constexpr, STAGES: tl.constexpr, PLAIN: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Sum over the real keys in float32, divided by their number, rounded to the key dtype."""
     c = tl.program_id(0)
-    b, g = (tl.program_id(1) // GROUPS).to(tl.int64), (tl.program_id(1) % GROUPS).to(tl.int64)
+    b, g = (tl.program_id(1) // groups).to(tl.int64), (tl.program_id(1) % groups).to(tl.int64)
     if PLAIN:
         slot = c * BLOCK
         keys = tl.minimum(S - slot, BLOCK)
@@ -45,5 +45,5 @@ def block_means_fwd_kernel(
         count_R += real_R.to(tl.int32)
     count = tl.maximum(tl.sum(count_R, 0), 1).to(tl.float32)
     mean_D = (tl.sum(sum_RD, 0) / count).to(means_ptr.dtype.element_ty)
-    row = (b * GROUPS + g) * N + c
+    row = (b * groups + g) * N + c
     tl.store(means_ptr + row * D + d_D, mean_D, mask=d_D < D)

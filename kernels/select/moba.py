@@ -20,7 +20,7 @@ __all__ = ["Gate", "block_means"]
 _MEAN_ROWS = 32
 _MERGED = 128  # rows of a program that merges lanes: a thread each
 _FIXING = 2112  # programs that redo flagged rows, for all heads: 16 on each of 132 processors
-_PACKED = ("HEADS", "GROUP", "BLOCK", "D", "DP", "PLAIN", "REAL", "EXACT_DOT")
+_PACKED = ("heads", "group", "BLOCK", "D", "DP", "PLAIN", "REAL", "EXACT_DOT")
 
 
 def block_means(k: Tensor, placement: Placement, block_size: int) -> Tensor:
@@ -37,7 +37,7 @@ def block_means(k: Tensor, placement: Placement, block_size: int) -> Tensor:
             *k.stride(),
             slots,
             placement.blocks,
-            GROUPS=groups,
+            groups=groups,
             BLOCK=block_size,
             D=size,
             DP=padded(size),
@@ -120,7 +120,7 @@ class Gate:
         kept = 4 if self.chosen <= 3 else 8
         best = self.q.new_empty(heads, kept, 4, count, dtype=torch.float32)
         cut = self.q.new_empty(heads, 4, count, dtype=torch.float32)
-        bits = max(7, (self.placement.blocks - 1).bit_length()) - 4  # four are the list's
+        spare = max(7, (self.placement.blocks - 1).bit_length()) - 4  # four are the list's
         sizes = self._sizes()
         gate_packed_fwd_kernel[(triton.cdiv(count, tiles.rows), heads)](
             self.q,
@@ -131,7 +131,7 @@ class Gate:
             **{name: sizes[name] for name in _PACKED},
             M=tiles.rows,
             KEPT=kept,
-            BITS=bits,
+            spare=spare,
             LIST=3 if self.chosen <= 2 else 4,
             STAGES=tiles.stages,
             num_warps=tiles.warps,
@@ -148,7 +148,7 @@ class Gate:
             KEPT=kept,
             CHOSEN=self.chosen,
             WIDTH=width,
-            BITS=bits,
+            spare=spare,
             num_warps=4,
         )
 
@@ -192,8 +192,8 @@ class Gate:
     def _sizes(self) -> dict[str, object]:
         size = self.q.shape[-1]
         return {
-            "HEADS": self.q.shape[1],
-            "GROUP": self.group,
+            "heads": self.q.shape[1],
+            "group": self.group,
             "BLOCK": self.block_size,
             "D": size,
             "DP": padded(size),

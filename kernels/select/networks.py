@@ -130,37 +130,40 @@ def keep_largest_three(best, x):
 
 
 @triton.jit
-def _renumbered(x, LIST: tl.constexpr, BITS: tl.constexpr):
-    """The list's bits put into the low bits of its values, whose scores lose two bits for them."""
-    low: tl.constexpr = (1 << BITS) - 1
-    lower: tl.constexpr = (1 << (BITS + 2)) - 1
+def _renumbered(x, LIST: tl.constexpr, spare):
+    """The list's bits put into the low bits of its values, whose scores lose two bits for them.
+
+    `spare` is the number of low bits so far.
+    """
+    low = (1 << spare) - 1
+    lower = (1 << (spare + 2)) - 1
     bits = x.to(tl.int32, bitcast=True)
     bits = (bits & ~lower) | ((bits & low) << 2) | LIST
     return tl.where(x > float("-inf"), bits.to(tl.float32, bitcast=True), float("-inf"))
 
 
 @triton.jit
-def _renumbered4(x, LIST: tl.constexpr, BITS: tl.constexpr):
+def _renumbered4(x, LIST: tl.constexpr, spare):
     return (
-        _renumbered(x[0], LIST, BITS),
-        _renumbered(x[1], LIST, BITS),
-        _renumbered(x[2], LIST, BITS),
-        _renumbered(x[3], LIST, BITS),
+        _renumbered(x[0], LIST, spare),
+        _renumbered(x[1], LIST, spare),
+        _renumbered(x[2], LIST, spare),
+        _renumbered(x[3], LIST, spare),
     )
 
 
 @triton.jit
-def merged_lists(l0, l1, l2, l3, LENGTH: tl.constexpr, BITS: tl.constexpr):
+def merged_lists(l0, l1, l2, l3, LENGTH: tl.constexpr, spare):
     """The eight largest values of each lane, sorted, as eight tensors; and the largest of the
     values that are the last of their list: had that list been longer, the next might have been as
-    large. Lists have `LENGTH` (3 or 4) values; all have `BITS + 2` low bits now.
+    large. Lists have `LENGTH` (3 or 4) values; all have `spare + 2` low bits now.
     """
     if LENGTH == 3:
         none = tl.full(l0[0].shape, float("-inf"), tl.float32)
         l0, l1 = (l0[0], l0[1], l0[2], none), (l1[0], l1[1], l1[2], none)
         l2, l3 = (l2[0], l2[1], l2[2], none), (l3[0], l3[1], l3[2], none)
-    a, b = _renumbered4(l0, 0, BITS), _renumbered4(l1, 1, BITS)
-    c, d = _renumbered4(l2, 2, BITS), _renumbered4(l3, 3, BITS)
+    a, b = _renumbered4(l0, 0, spare), _renumbered4(l1, 1, spare)
+    c, d = _renumbered4(l2, 2, spare), _renumbered4(l3, 3, spare)
     end: tl.constexpr = LENGTH - 1
     last = tl.maximum(tl.maximum(a[end], b[end]), tl.maximum(c[end], d[end]))
     return _largest8(_merged8(a, b), _merged8(c, d)), last
@@ -240,7 +243,7 @@ def largest16(a, b):
 
 
 @triton.jit
-def column_of(x, LANE: tl.constexpr, BITS: tl.constexpr):
-    """Columns of values of one lane with `BITS + 2` low bits."""
-    number = x.to(tl.int32, bitcast=True) & ((1 << (BITS + 2)) - 1)
+def column_of(x, LANE: tl.constexpr, spare):
+    """Columns of values of one lane with `spare + 2` low bits."""
+    number = x.to(tl.int32, bitcast=True) & ((1 << (spare + 2)) - 1)
     return ((number >> 2) << 4) | ((number & 2) << 2) | (LANE << 1) | (number & 1)

@@ -104,7 +104,8 @@ class _Stages:
         from sparsify.kernels.select.index import reverse_index
 
         for part, idx in zip(self.slices, self.chosen, strict=True):
-            chunk = self.forward.chunk_of(self.shape.tiles, part.queries)
+            fixed = (self.place, self.shape, part.queries)
+            chunk = self.forward.entries_per_item(self.q, self.k, self.v, *fixed)
             reverse_index(idx, self.place.blocks, chunk)
 
     def attend(self, attend: Callable[..., Any], *, combine: bool) -> None:
