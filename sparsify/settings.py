@@ -8,7 +8,8 @@
 | `SPARSIFY_LOG_LEVEL` | a `logging` level name | verbosity on stderr |
 | `SPARSIFY_DEBUG_DIR` | a folder | the graph is written there after every pass |
 | `SPARSIFY_GPU_SPECS` | a folder | your own GPU files; they win over the packaged ones |
-| `SPARSIFY_CACHE_DIR` | a folder | where `make demo` keeps its model |
+| `SPARSIFY_CACHE_DIR` | a folder | where `make demo` keeps its model, and measured tiles are kept |
+| `SPARSIFY_AUTOTUNE` | `1` | tiles of new shapes are measured inside the first call that has them |
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from pathlib import Path
 from sparsify.errors import UsageError
 
 __all__ = [
+    "autotune",
     "cache_dir",
     "debug_dir",
     "disabled",
@@ -55,6 +57,11 @@ def disabled() -> bool:
 def strict() -> bool:
     """Whether a planned site that would fall back to dense raises instead."""
     return _flag("SPARSIFY_STRICT")
+
+
+def autotune() -> bool:
+    """Whether calls may measure tiles for shapes that have none; slow, and waits for the device."""
+    return _flag("SPARSIFY_AUTOTUNE")
 
 
 def log_level() -> str:

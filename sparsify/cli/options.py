@@ -57,7 +57,7 @@ def check_settings() -> None:
     Raises:
         UsageError: one has an impossible value.
     """
-    for read in (settings.impl, settings.disabled, settings.strict):
+    for read in (settings.impl, settings.disabled, settings.strict, settings.autotune):
         read()
 
 
