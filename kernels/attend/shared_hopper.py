@@ -1,0 +1,116 @@
+"""Blocks that 16 heads share on Hopper: whether the warp-specialised kernel can do a call, and its
+launch.
+
+It takes the work items of the reverse index and fills the same parts as
+`kv_outer.shared_block_fwd_kernel`. Gluon, which it is written in, is marked experimental by Triton:
+where its names are others, the kernel is not to be had and the plain one does the work.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from sparsify.kernels.attend.cutting import Parts, Shape, Slice
+from sparsify.kernels.placement import Placement
+from sparsify.kernels.select.index import ReverseIndex
+
+__all__ = ["Path", "path", "shared_block"]
+
+Path = Literal["gluon", "triton"]
+
+_DTYPES = (torch.bfloat16, torch.float16)
+_SHAPE = (16, 128, 128, 128)  # heads to a list, keys of a block, key and value size
+_HALF = 64
+
+
+def path(q: Tensor, k: Tensor, v: Tensor, placement: Placement, shape: Shape) -> Path:
+    """Which kernel attends past blocks: "gluon" where its tiles fit a Hopper GPU, "triton"
+    elsewhere."""
+    if not _is_hopper(k.device) or not _takes(q, shape):
+        return "triton"
+    if not placement.plain or placement.key_mask is not None:
+        return "triton"
+    return "gluon" if all(map(_is_bulk, (q, k, v))) and _kernel() is not None else "triton"
+
+
+@functools.cache
+def _is_hopper(device: torch.device) -> bool:
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(device) == (9, 0)
+
+
+def _takes(q: Tensor, shape: Shape) -> bool:
+    sizes = (shape.share, shape.block, shape.head_dim, shape.value_dim)
+    return q.dtype in _DTYPES and sizes == _SHAPE and shape.group == shape.share
+
+
+def _is_bulk(x: Tensor) -> bool:
+    """Whether the tensor memory accelerator can fetch its rows."""
+    size = x.element_size()
+    strides = [stride > 0 and stride * size % 16 == 0 for stride in x.stride()[:3]]
+    return x.stride(3) == 1 and all(strides) and x.data_ptr() % 16 == 0
+
+
+@functools.cache
+def _kernel() -> Any:
+    """The kernel, or None where Gluon is not as it was."""
+    try:
+        from sparsify.kernels.attend.kv_outer_hopper import shared_block_hopper_fwd_kernel
+    except (ImportError, AttributeError):
+        return None
+    return shared_block_hopper_fwd_kernel
+
+
+@functools.cache
+def _programs(device: torch.device) -> int:
+    """One for each multiprocessor: shared memory holds no second one."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def shared_block(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    index: ReverseIndex,
+    parts: Parts,
+    placement: Placement,
+    shape: Shape,
+    part: Slice,
+    chosen: int,
+    width: int,
+) -> None:
+    """Fill the parts of a slice; only where `path` says so."""
+    rows = parts.out.view(-1, shape.value_dim)
+    _kernel()[(min(index.bound, _programs(q.device)),)](
+        _boxes(q.transpose(1, 2), [1, 1, shape.share, _HALF]),
+        _boxes(k, [1, 1, shape.block, _HALF]),
+        _boxes(v, [1, 1, shape.block, _HALF]),
+        _boxes(rows, [shape.share, _HALF]),
+        index.entries,
+        index.work,
+        index.items,
+        parts.stats,
+        shape.scale_log2,
+        placement.blocks,
+        part.first,
+        part.queries,
+        part.head,
+        LISTS=shape.heads // shape.share,
+        WIDTH=width,
+        CHOSEN=chosen,
+        num_warps=4,
+    )
+
+
+def _boxes(x: Tensor, box: list[int]) -> object:
+    """A descriptor of boxes, swizzled as products read them."""
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=len(box))
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), box, layout)
