@@ -9,7 +9,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sparsify.kernels.decoding import CHUNK, Call, call_of, is_exact, readable, row_strides, starts
+from sparsify.kernels.decoding import (
+    CHUNK,
+    Call,
+    call_of,
+    is_exact,
+    is_hopper_or_newer,
+    readable,
+    row_strides,
+    starts,
+)
 from sparsify.kernels.layout import Layout, block_count, list_width
 from sparsify.kernels.select.msa_decode import decode_score_fwd_kernel, decode_top_fwd_kernel
 from sparsify.kernels.tiling import padded
@@ -59,10 +68,10 @@ def _own_blocks(layout: Layout, call: Call, device: torch.device) -> tuple[Tenso
 
 def best_blocks(iq: Tensor, ik: Tensor, layout: Layout, call: Call, segments: int) -> Tensor:
     """The best blocks of every list, see `decode_top_fwd_kernel`."""
-    order = torch.empty(call.lists, call.blocks, dtype=torch.int32, device=iq.device)
+    order = iq.new_empty(call.lists, call.blocks, dtype=torch.int32)
     _score(iq, ik, order, layout, call)
     dtype = torch.int32 if segments == 1 else torch.int64
-    best = torch.empty(call.lists, segments, call.length, dtype=dtype, device=iq.device)
+    best = iq.new_empty(call.lists, segments, call.length, dtype=dtype)
     chunk = max(call.length, min(CHUNK, padded(call.blocks)))
     decode_top_fwd_kernel[(call.lists * segments,)](
         order,
@@ -93,7 +102,7 @@ def _score(iq: Tensor, ik: Tensor, order: Tensor, layout: Layout, call: Call) ->
     rows = call.queries * (call.groups if shared else 1)
     programs = call.batch * ik.shape[1] * block_count(rows, tiles.score_rows)
     splits = _splits(programs, block_count(call.blocks, per), call.sm_count)
-    by_tma = call.pdl and _fits_tma(ik, call.block, columns, layout.page_table is not None)
+    by_tma = _fits_tma(ik, call.block, columns, layout.page_table is not None)
     decode_score_fwd_kernel[(programs * splits,)](
         iq,
         _descriptor(ik, columns) if by_tma else ik,
@@ -145,6 +154,8 @@ def _splits(programs: int, steps: int, sm_count: int) -> int:
 
 def _fits_tma(ik: Tensor, block: int, columns: int, paged: bool) -> bool:
     """Whether descriptors can fetch tiles of index keys: aligned, and no tile beyond its block."""
+    if not is_hopper_or_newer(ik.device):
+        return False
     size = ik.element_size()
     aligned = all(stride * size % 16 == 0 and stride > 0 for stride in ik.stride()[:3])
     aligned = aligned and ik.stride(3) == 1 and ik.data_ptr() % 16 == 0
