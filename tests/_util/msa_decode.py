@@ -16,7 +16,7 @@ from sparsify.kernels.layout import Layout
 from sparsify.kernels.select import decode_choice
 from tests._util.parity import Inputs, assert_attention
 
-__all__ = ["Case", "attend", "assert_choice", "case", "check", "in_pages", "same_bits"]
+__all__ = ["Case", "assert_choice", "attend", "case", "check", "in_pages", "same_bits"]
 
 
 class Case(NamedTuple):
