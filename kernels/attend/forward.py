@@ -6,7 +6,8 @@ import torch
 import triton
 from torch import Tensor
 
-from sparsify.kernels import tiling
+from sparsify import settings
+from sparsify.kernels import tuned
 from sparsify.kernels.attend import large_hopper, shared_hopper
 from sparsify.kernels.attend.combine import combine_clean_fwd_kernel, combine_fwd_kernel
 from sparsify.kernels.attend.cutting import Chooser, Parts, Shape, Slice, chunk_of, slices
@@ -19,7 +20,7 @@ from sparsify.kernels.attend.q_outer import query_block_fwd_kernel, shared_query
 from sparsify.kernels.attend.shared_hopper import Path, path
 from sparsify.kernels.placement import Placement
 from sparsify.kernels.select.index import reverse_index
-from sparsify.kernels.tiling import attention_tiles, padded, span
+from sparsify.kernels.tiling import padded, span
 
 __all__ = [
     "Chooser",
@@ -51,11 +52,10 @@ def shape_of(
 ) -> Shape:
     """The shape of a call; `share` query heads have one list of blocks."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    shared = tiling.shared_bytes(q.device)
-    sizes = (block, q.shape[-1], v.shape[-1])
-    tiles = attention_tiles(*sizes, q.element_size(), shared, share)
+    sizes = tuned.Sizes(block, q.shape[-1], v.shape[-1], q.element_size(), share)
+    tiles = tuned.attention_tiles(q.device, sizes)
     heads, exact = q.shape[1], q.dtype == torch.float32
-    return Shape(heads, heads // k.shape[1], *sizes, scale * LOG2E, tiles, exact, share)
+    return Shape(heads, heads // k.shape[1], *sizes[:3], scale * LOG2E, tiles, exact, share)
 
 
 def dense(
@@ -104,6 +104,11 @@ def sparse(
     if not out.numel() or not k.shape[2]:
         out.zero_(), lse.fill_(float("-inf"))
         return out, lse
+    if settings.autotune():
+        from sparsify.kernels.attend.tuning import in_request
+
+        results = (out, lse)
+        shape = in_request(q, k, v, placement, shape, chooser, workspace_bytes, results)
     for part in slices(q, v, chooser, workspace_bytes, shape.share):
         idx, own = chooser.rows(*part)
         parts = None

@@ -25,7 +25,7 @@ from triton.errors import TritonError
 
 from sparsify.errors import SparsifyError
 from sparsify.kernels import tiling, tuned
-from sparsify.kernels.attend import forward
+from sparsify.kernels.attend import forward, large_hopper
 from sparsify.kernels.attend.candidates import ATTENTION, COMBINE, combines, lengths, shapes
 from sparsify.kernels.attend.cutting import Chooser, Parts, Shape
 from sparsify.kernels.placement import Placement
@@ -121,6 +121,14 @@ class Call:
         # Odd, so that rows of all places in a tile are compared.
         self.step = max(lists * count // _SAMPLED, 1) | 1
 
+    @property
+    def free(self) -> str:
+        """What tiles decide of past blocks: "all", "chunk" or "none", by the kernel that runs."""
+        fixed = (*self.tensors, self.placement, self.shape)
+        if large_hopper.fits(*fixed):
+            return "none"
+        return "chunk" if forward.path(*fixed) == "gluon" else "all"
+
     def attend(self, tiles: AttentionTiles) -> Parts:
         """Past blocks of the slice."""
         shape = self.shape._replace(tiles=tiles)
@@ -204,9 +212,9 @@ def _attention(
         del parts
         return timer(lambda: call.attend(tiles))
 
-    fitting = _fitting(call, default, shapes(default, call.sizes))
+    fitting = _fitting(call, default, shapes(default, call.sizes)) if call.free == "all" else []
     tiles, trials = choose("attention", default, fitting, measure)
-    longer = _fitting(call, tiles, lengths(tiles))
+    longer = _fitting(call, tiles, lengths(tiles)) if call.free != "none" else []
     if not longer:
         return tiles, trials
     tiles, more = choose("attention", tiles, longer, measure)
