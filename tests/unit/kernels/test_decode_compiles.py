@@ -1,0 +1,160 @@
+"""The kernels of MSA's decode compile for GPUs that are not there, and fit them."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from sparsify.kernels import decoding, tiling
+from sparsify.kernels.attend import decode
+from sparsify.kernels.layout import Layout
+from sparsify.kernels.select import decode_choice
+from tests._util.compiling import SHARED_BYTES, compiled, key, launches, resources
+
+pytestmark = pytest.mark.slow
+
+MOST_REGISTERS = 255
+FLOAT8 = torch.float8_e4m3fn
+KERNELS = (
+    "decode_score_fwd_kernel",
+    "decode_top_fwd_kernel",
+    "decode_attention_fwd_kernel",
+    "decode_merge_fwd_kernel",
+)
+
+
+def case(
+    target="sm_90",
+    *,
+    batch=1,
+    heads=64,
+    groups=4,
+    queries=1,
+    keys=131_072,
+    size=128,
+    value_size=None,
+    index_size=128,
+    index_heads=1,
+    block=128,
+    topk=16,
+    local="inside",
+    dtype=torch.bfloat16,
+    index_dtype=None,
+    paged=False,
+    masked=False,
+):
+    """What a call would launch on a target, one of each kind."""
+    index_dtype = index_dtype or dtype
+    rows, slots = (64, block) if paged else (batch, keys)
+    q = torch.empty(batch, heads, queries, size, dtype=dtype)
+    k = torch.empty(rows, groups, slots, size, dtype=dtype)
+    v = torch.empty(rows, groups, slots, value_size or size, dtype=dtype)
+    iq = torch.empty(batch, groups, queries, index_size, dtype=index_dtype)
+    ik = torch.empty(rows, index_heads, slots, index_size, dtype=index_dtype)
+    layout = Layout(
+        kv_len=torch.zeros(batch, dtype=torch.int64),
+        key_mask=torch.ones(batch, keys, dtype=torch.bool) if masked else None,
+        page_table=torch.zeros(batch, keys // block, dtype=torch.int32) if paged else None,
+    )
+    newer = target in ("sm_90", "sm_100")
+    with (
+        launches() as found,
+        mock.patch.object(decoding, "is_hopper_or_newer", lambda _: newer),
+        mock.patch.object(decode_choice, "is_hopper_or_newer", lambda _: newer),
+        mock.patch.object(tiling, "shared_bytes", lambda _: SHARED_BYTES[target]),
+    ):
+        decode.msa_decode(q, k, v, iq, ik, layout, block_size=block, topk=topk, local=local)
+    return list({key(launch): launch for launch in found}.values())
+
+
+CASES = {
+    "128K": {},
+    "1M": {"keys": 1 << 20},
+    "128K float8": {"index_dtype": FLOAT8, "queries": 8},
+    "batch 8 of 100K in pages": {"paged": True, "batch": 8, "queries": 8, "keys": 102_400},
+    "batch 128 of 10K in pages": {"paged": True, "batch": 128, "queries": 8, "keys": 10_240},
+    "16 queries": {"queries": 16},
+    "d256": {"size": 256, "index_size": 256, "heads": 16},
+    "7 heads, d80, masked": {
+        "heads": 28,
+        "size": 80,
+        "value_size": 64,
+        "index_size": 48,
+        "block": 96,
+        "masked": True,
+        "index_heads": 4,
+    },
+    "blocks of 16, union": {"block": 16, "local": "union", "paged": True, "keys": 65_536},
+    "blocks of 256, top 200": {"block": 256, "topk": 200, "heads": 32},
+    "float32": {"dtype": torch.float32, "keys": 8192},
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_cases_launch_what_they_are_for(name):
+    names = [launch.name for launch in case(**CASES[name])]
+    whole_lists = "batch" in name
+    assert names == list(KERNELS[:3] if whole_lists else KERNELS)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_kernels_spill_nothing_on_sm_90(name):
+    for launch in case(**CASES[name]):
+        kernel = compiled(launch, "sm_90")
+        used = resources(kernel)
+        assert used["registers"] <= MOST_REGISTERS and used["stack_bytes"] == 0, launch.name
+        assert kernel.metadata.shared <= SHARED_BYTES["sm_90"]
+        assert "griddepcontrol" in kernel.asm["ptx"]
+        if "float32" not in name and launch.name in (KERNELS[0], KERNELS[2]):
+            assert "mma" in kernel.asm["ptx"], launch.name
+
+
+@pytest.mark.parametrize("name", ["128K", "128K float8", "batch 8 of 100K in pages"])
+def test_two_programs_share_a_multiprocessor(name):
+    """Tiles in flight of two programs at once are what keeps the memory busy."""
+    for launch in case(**CASES[name]):
+        kernel = compiled(launch, "sm_90")
+        assert 2 * kernel.metadata.shared <= SHARED_BYTES["sm_90"], launch.name
+        assert 2 * 128 * resources(kernel)["registers"] <= 65_536
+
+
+@pytest.mark.parametrize("name", ["128K", "128K float8", "batch 8 of 100K in pages"])
+def test_index_keys_come_by_bulk_copies_into_several_buffers(name):
+    launch = case(**CASES[name])[0]
+    kernel = compiled(launch, "sm_90")
+    assert "cp.async.bulk.tensor" in kernel.asm["ptx"]
+    tile = launch.values["TILE_N"] * launch.values["DP"] * (1 if "float8" in name else 2)
+    assert kernel.metadata.shared >= 2 * tile
+
+
+def test_keys_and_values_of_a_list_are_fetched_ahead():
+    launch = case(**CASES["batch 128 of 10K in pages"])[-1]
+    pair = launch.values["TILE_N"] * (launch.values["DP"] + launch.values["VP"]) * 2
+    kernel = compiled(launch, "sm_90")
+    assert "cp.async.cg" in kernel.asm["ptx"] and kernel.metadata.shared >= 2 * pair
+
+
+OTHER = [
+    "128K",
+    "batch 128 of 10K in pages",
+    "d256",
+    "7 heads, d80, masked",
+    "blocks of 16, union",
+    "float32",
+]
+
+
+@pytest.mark.parametrize("name", OTHER)
+@pytest.mark.parametrize("target", ["sm_80", "sm_100", "gfx942"])
+def test_other_gpus(target, name):
+    for launch in case(target, **CASES[name]):
+        kernel = compiled(launch, target)
+        assert kernel.metadata.shared <= SHARED_BYTES[target], launch.name
+        if target != "gfx942":
+            assert resources(kernel)["registers"] <= MOST_REGISTERS
+        if target in ("sm_80", "gfx942"):
+            assert not launch.values["PDL"]
