@@ -30,8 +30,10 @@ def rebuilt(
     signature: ExportGraphSignature | None = None,
     state_dict: Mapping[str, torch.Tensor] | None = None,
     constants: Mapping[str, Any] | None = None,
+    calls: list[Any] | None = None,
 ) -> ExportedProgram:
-    """The program with another graph, signature or state. Example inputs are not kept."""
+    """The program with another graph, signature, state or form of its call. Example inputs are not
+    kept."""
     module = program.graph_module
     if graph is not None:
         module = GraphModule(program.graph_module, graph)
@@ -42,7 +44,7 @@ def rebuilt(
         graph_signature=signature or program.graph_signature,
         state_dict=dict(program.state_dict if state_dict is None else state_dict),
         range_constraints=program.range_constraints,
-        module_call_graph=program.module_call_graph,
+        module_call_graph=program.module_call_graph if calls is None else calls,
         constants=dict(program.constants if constants is None else constants),
         verifiers=[program.verifier],
     )

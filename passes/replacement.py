@@ -31,8 +31,8 @@ Order = tuple[int, ...]
 def replacement(
     call: AttentionCall, site: AttentionSite, plan: LayerPlan, examples: Mapping[str, int]
 ) -> Callable[..., Tensor]:
-    """A function `(q, k, v, padding=None, documents=None)` of the nodes' tensors that gives what
-    `call.out.node` holds, attended as the plan says.
+    """A function `(q, k, v, padding=None, documents=None, index_queries=None, index_keys=None)` of
+    the nodes' tensors that gives what `call.out.node` holds, attended as the plan says.
 
     `padding` is the model's input `[B, S]` that hides keys where it is 0, `documents` the table
     `[B or 1, S]` of the numbers of the tokens' documents. `examples` are the sizes of the capture,
@@ -47,6 +47,8 @@ def replacement(
         v: Tensor,
         padding: Tensor | None = None,
         documents: Tensor | None = None,
+        index_queries: Tensor | None = None,
+        index_keys: Tensor | None = None,
     ) -> Tensor:
         q_BHTD = _canonical(q, call.q, heads.q_heads)
         k_BGSD, v_BGSD = (
@@ -62,10 +64,15 @@ def replacement(
             documents=documents,
             key_mask=mask_BS,
             scale=site.scale,
+            index=_pair(index_queries, index_keys),
         )
         return _laid_out(_as_written(out_BHTV, call.out), memory)
 
     return run
+
+
+def _pair(one: Tensor | None, two: Tensor | None) -> tuple[Tensor, Tensor] | None:
+    return None if one is None or two is None else (one, two)
 
 
 def _canonical(x: Tensor, operand: Operand, heads: int) -> Tensor:

@@ -22,6 +22,7 @@ from sparsify.passes.cleanup import drop_dead, renamed
 from sparsify.passes.detect import attention_calls
 from sparsify.passes.exported import duplicate, rebuilt
 from sparsify.passes.graphs import expression
+from sparsify.passes.index_branch import IndexBranch, IndexState, rotary_tables
 from sparsify.passes.invariants import check
 from sparsify.passes.matchers.call import AttentionCall
 from sparsify.passes.replacement import replacement
@@ -32,30 +33,89 @@ from sparsify.plans import Plan
 __all__ = ["rewrite"]
 
 
-def rewrite(captured: Captured, sites: Mapping[str, AttentionSite], plan: Plan) -> ExportedProgram:
+def rewrite(
+    captured: Captured,
+    sites: Mapping[str, AttentionSite],
+    plan: Plan,
+    branches: Mapping[str, IndexBranch] | None = None,
+    *,
+    gives_keys: bool = False,
+) -> ExportedProgram:
     """The captured program with every rewritten site of the plan replaced.
 
     Args:
         captured: a captured model; it is normalised, and otherwise left as it is.
         sites: the proved sites by key.
         plan: what to do; its rewritten layers must be among the sites.
+        branches: the learned indexers of the plan's layers, by site.
+        gives_keys: whether the program gives the index keys of all tokens as well, for a cache.
 
     Raises:
         CaptureError: a planned site is not proved, or its replacement does not fit.
     """
     calls = attention_calls(captured)
     graph, nodes = duplicate(captured.graph)
+    state = IndexState(graph, captured.program, gives_keys=gives_keys)
     for layer in plan.rewritten:
         site = sites.get(layer.key)
         if site is None:
             raise CaptureError(f"{layer.key} is planned, but not proved in this capture.")
         call = ungrouped(calls[layer.fqn, layer.ordinal], site, captured.ranges)
         run = replacement(call, site, layer, captured.examples)
-        _replace(graph, call, run, nodes, site)
+        index = None
+        if layer.indexer == "learned":
+            index = _index(state, call, site, nodes, (branches or {})[layer.key])
+        _replace(graph, call, run, nodes, site, index)
+    state.finish()
     drop_dead(graph)
     check(graph)
-    signature = renamed(captured.program.graph_signature, graph)
-    return rebuilt(captured.program, graph=graph, signature=signature)
+    return rebuilt(
+        captured.program,
+        graph=graph,
+        signature=renamed(state.signature(), graph),
+        state_dict={**captured.program.state_dict, **state.weights},
+        calls=state.call_graph(),
+    )
+
+
+def _index(
+    state: IndexState,
+    call: AttentionCall,
+    site: AttentionSite,
+    nodes: dict[Node, Node],
+    branch: IndexBranch,
+) -> tuple[Node, Node]:
+    """Index queries, and index keys of all tokens, in front of the call's result."""
+    graph, old, key = state.graph, nodes[call.out.node], site_key(site.fqn, site.ordinal)
+    source = next(node for node in nodes if node.name == site.stream.source)
+    _check_hidden(source, branch, key)
+    mode = detect_fake_mode([source.meta["val"]])
+    assert mode is not None
+    weights = [state.parameter(name, w, mode) for name, w in branch.weights.items()]
+    tables = rotary_tables(call.q.node, source) if branch.turns else ()
+    if tables is None:
+        raise CaptureError(f"{key}: no rotary tables are found in the graph.")
+    given = [nodes[source], *(nodes[table] for table in tables), *weights]
+    queries = _inline(graph, old, branch.queries, given, key)
+    keys = _inline(graph, old, branch.keys, given, key)
+    if site.stream.cached:
+        own, all_k = keys.meta["val"], nodes[call.k.node].meta["val"]
+        earlier = all_k.shape[call.k.order[-2]] - own.shape[2]
+        like = own.new_empty(own.shape[0], 1, earlier, own.shape[3])
+        before = state.earlier(like)
+        keys = _inline(graph, old, lambda a, b: torch.cat([a, b], 2), [before, keys], key)
+    state.give(keys)
+    return queries, keys
+
+
+def _check_hidden(source: Node, branch: IndexBranch, key: str) -> None:
+    shape = source.meta["val"].shape
+    if len(shape) != 3 or shape[2] != branch.hidden_size:
+        raise CaptureError(
+            f"{key}: q, k and v come from {source.name} of shape {tuple(shape)}; a learned indexer "
+            f"needs hidden states [batch, tokens, {branch.hidden_size}].",
+            'Use indexer="proxy".',
+        )
 
 
 def _replace(
@@ -64,12 +124,15 @@ def _replace(
     run: Callable[..., Any],
     nodes: dict[Node, Node],
     site: AttentionSite,
+    index: tuple[Node, Node] | None = None,
 ) -> None:
     """Put the traced function in the place of the call's result."""
     old = nodes[call.out.node]
     operands = [nodes[operand.node] for operand in call.operands]
     wanted = {"padding": site.mask.padding, "documents": site.mask.documents}
     further = {key: _copy_of(nodes, name) for key, name in wanted.items() if name is not None}
+    if index is not None:
+        further |= dict(zip(("index_queries", "index_keys"), index, strict=True))
 
     def replaced(q: Any, k: Any, v: Any, *rest: Any) -> Any:
         return run(q, k, v, **dict(zip(further, rest, strict=True)))

@@ -21,6 +21,7 @@ from sparsify.comparing import (
 from sparsify.hosts.graph_model import GraphModel
 from sparsify.hosts.indexers import NAME as INDEXER
 from sparsify.hosts.signature import signature_of
+from sparsify.passes.index_branch import INDEX_KEYS
 from sparsify.passes.retune import is_site, site_of
 from sparsify.report import CheckResult
 
@@ -141,12 +142,15 @@ def program_faults(c: Pair) -> list[str]:
 
 
 def _inputs(program: Any) -> list[Any]:
-    """Kind, dtype and sizes of every input; None stands for a dynamic size."""
+    """Kind, dtype and sizes of every input; None stands for a dynamic size. What a learned indexer
+    adds is left out."""
     found: list[Any] = []
     specs = program.exported.graph_signature.input_specs
     nodes = program.exported.graph.find_nodes(op="placeholder")
     for spec, node in zip(specs, nodes, strict=True):
         value = node.meta.get("val")
+        if node.name.startswith(INDEX_KEYS) or f".{INDEXER}." in f".{spec.target}":
+            continue
         if isinstance(value, torch.Tensor):
             sizes = [size if isinstance(size, int) else None for size in value.shape]
             found.append((spec.kind, spec.target, value.dtype, sizes))
@@ -157,7 +161,8 @@ def _inputs(program: Any) -> list[Any]:
 
 def _outputs(program: Any) -> list[Any]:
     specs = program.exported.graph_signature.output_specs
-    return [(spec.kind, spec.target) for spec in specs]
+    own = specs[: len(specs) - len(program.indexed)]
+    return [(spec.kind, spec.target) for spec in own]
 
 
 def no_op(c: Context) -> CheckResult:

@@ -13,6 +13,7 @@ import torch
 from sparsify import rewriting
 from sparsify.hosts import transformers as host
 from sparsify.hosts.graph_model import GraphModel
+from sparsify.hosts.indexers import NAME as INDEXER
 from sparsify.hosts.native_sparse import native_layers
 from sparsify.plans import Plan
 
@@ -75,7 +76,13 @@ def in_float64(original: Any, rewritten: Any) -> Any:
         return copy.deepcopy(rewritten).double()
     plan = plan_of(rewritten)
     assert plan is not None
-    return _built(copy.deepcopy(original).double(), plan)
+    exact = _built(copy.deepcopy(original).double(), plan)
+    weights = dict(rewritten.named_parameters())
+    with torch.no_grad():  # its learned indexers start anew
+        for name, parameter in exact.named_parameters():
+            if f".{INDEXER}." in f".{name}":
+                parameter.copy_(weights[name])
+    return exact
 
 
 def _built(original: Any, plan: Plan, inputs: Inputs = None) -> Any:

@@ -34,7 +34,8 @@ __all__ = ["ARCHIVES", "from_bytes", "load", "save", "to_bytes"]
 # The first program takes whole prompts, the second what follows a cache.
 ARCHIVES = ("model.pt2", "model_with_past.pt2")
 CALL_FILE = "sparsify.json"
-CALL_SCHEMA = 1
+# Version 2 adds "indexed". A model without learned indexers is written as version 1.
+CALL_SCHEMA = 2
 LANGUAGE_MODEL = "LanguageGraphModel"  # by name: its module imports transformers
 
 
@@ -59,7 +60,9 @@ def load(directory: Path, plan: Plan, config: Any = None) -> GraphModel:
 def to_bytes(model: GraphModel) -> dict[str, Any]:
     """The whole model: a plan document, and an archive for every program."""
     state = model.sparsify_state
-    call = {"schema": CALL_SCHEMA, "signature": model.sparsify_signature.parameters}
+    any_indexed = any(program.indexed for program in model.sparsify_programs)
+    schema = CALL_SCHEMA if any_indexed else 1
+    call = {"schema": schema, "signature": model.sparsify_signature.parameters}
     call["tied"] = _tied(state)
     archives: list[bytes] = []
     for program in model.sparsify_programs:

@@ -15,6 +15,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from sparsify.errors import CaptureError, SparsifyError
+from sparsify.hosts.graph_index import branches, cache_layers
 from sparsify.hosts.graph_model import GraphModel
 from sparsify.hosts.guards import guards_of
 from sparsify.hosts.program import Program
@@ -24,6 +25,7 @@ from sparsify.hosts.trials import agree, as_captured, copies, served_at_one
 from sparsify.ir import AttentionSite, Refusal, site_key
 from sparsify.passes.capture import Captured, capture
 from sparsify.passes.detect import Detection, attention_calls, detect
+from sparsify.passes.index_branch import INDEX_KEYS, IndexBranch
 from sparsify.passes.modes import trying
 from sparsify.passes.rewrite import rewrite
 from sparsify.passes.separate import equal_lengths
@@ -96,7 +98,10 @@ def build(
         CaptureError: a planned site is not proved in one of the programs.
     """
     signature = signature_of(model.forward)
-    rewritten = [_program(model, program, plan, signature) for program in programs]
+    first = programs[0]
+    learned = branches(model, first.captured, first.detection.sites, plan)
+    indexed = cache_layers(model, plan) if len(programs) > 1 else ()
+    rewritten = [_program(model, p, plan, signature, learned, indexed) for p in programs]
     state = state_of([program.exported for program in rewritten])
     config = getattr(model, "config", None)
     return (kind or GraphModel)(rewritten, plan, signature, state, config)
@@ -112,6 +117,7 @@ def run_examples(model: GraphModel, programs: Sequence[Proved]) -> None:
         return
     for program in programs:
         args, kwargs = copies((program.args, dict(program.kwargs)))
+        kwargs = model.sparsify_example(kwargs)
         try:
             with trying(model):
                 model(*args, **kwargs)
@@ -121,12 +127,22 @@ def run_examples(model: GraphModel, programs: Sequence[Proved]) -> None:
             raise CaptureError(f"The rewritten program does not run: {error}") from error
 
 
-def _program(model: torch.nn.Module, proved: Proved, plan: Plan, signature: Signature) -> Program:
+def _program(
+    model: torch.nn.Module,
+    proved: Proved,
+    plan: Plan,
+    signature: Signature,
+    learned: Mapping[str, IndexBranch],
+    indexed: tuple[int, ...],
+) -> Program:
     captured = proved.captured
     sites = {site_key(site.fqn, site.ordinal): site for site in proved.detection.sites}
     given = signature.named(proved.args, proved.kwargs)
-    names = tuple(name for name in given if name not in proved.kwargs), tuple(proved.kwargs)
-    program = Program(rewrite(captured, sites, plan), *names, _padding_sizes(proved))
+    args = tuple(name for name in given if name not in proved.kwargs)
+    exported = rewrite(captured, sites, plan, learned, gives_keys=bool(indexed))
+    after_cache = any(sites[p.key].stream.cached for p in plan.rewritten if p.indexer == "learned")
+    kwargs = (*proved.kwargs, *([INDEX_KEYS] if after_cache else ()))
+    program = Program(exported, args, kwargs, _padding_sizes(proved), indexed=indexed)
     values = {
         str(site.mask.padding): site.mask.padding_values
         for site in (sites[layer.key] for layer in plan.rewritten)
@@ -200,7 +216,7 @@ def _unpadded(program: Program, inputs: Any, name: str) -> tuple[Any, Any]:
 
     def with_padding(value: Any) -> Any:
         now = {**given, name: value}
-        return tuple(now[n] for n in program.args), {n: now[n] for n in program.kwargs}
+        return tuple(now[n] for n in program.args), {n: now[n] for n in kwargs}
 
     return with_padding(None), with_padding(torch.ones_like(given[name]))
 

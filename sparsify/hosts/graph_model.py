@@ -75,7 +75,9 @@ class GraphModel(torch.nn.Module):
         program = self._program(asked)
         watched = current_observer() is not None or selection.is_active()
         runner = WatchedSites(self.sparsify_plan) if watched else None
-        return self._finished(given, program.run(asked, self._tensor, runner))
+        out = program.run(asked, self._tensor, runner)
+        out, keys = out if program.indexed else (out, ())
+        return self._finished(given, out, dict(zip(program.indexed, keys, strict=True)))
 
     def _given(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """All arguments by name, the defaults of the forward for those that are left out."""
@@ -104,8 +106,15 @@ class GraphModel(torch.nn.Module):
                 )
         return program
 
-    def _finished(self, given: Mapping[str, Any], out: Any) -> Any:
+    def _finished(
+        self, given: Mapping[str, Any], out: Any, index_keys: Mapping[int, torch.Tensor]
+    ) -> Any:
+        """The result for the caller, with index keys by the number of their cache layer."""
         return out
+
+    def sparsify_example(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Example arguments of the original as this model takes them."""
+        return kwargs
 
     def _tensor(self, name: str) -> torch.Tensor:
         owner, leaf = owner_of(self, name)

@@ -60,6 +60,7 @@ def _runs_dense(named: dict[str, Any]) -> bool:
 
 def _call(plan: LayerPlan, named: dict[str, Any]) -> SiteCall:
     """The call as an observer sees it."""
+    index = (named["iq"], named["ik"]) if plan.indexer == "learned" else None
     layout = _layout(named)
     return SiteCall(
         plan,
@@ -70,6 +71,7 @@ def _call(plan: LayerPlan, named: dict[str, Any]) -> SiteCall:
         layout.q_start,
         layout.key_mask,
         _documents(layout, named["k"].shape[2]),
+        index,
     )
 
 

@@ -8,6 +8,7 @@ parameters.
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,11 +17,11 @@ from torch import Tensor, nn
 from sparsify.errors import CaptureError
 from sparsify.hosts.index_start import Projections, projections_of, start
 from sparsify.hosts.native_sparse import NativeIndexer, is_native, on_parameters_of
-from sparsify.hosts.rotary import rotary_of
+from sparsify.hosts.rotary import Rotary, rotary_of
 from sparsify.indexers import MSAIndexer, turning_columns
 from sparsify.plans import LayerPlan
 
-__all__ = ["NAME", "indexers_of", "insert", "new_indexer", "take_out"]
+__all__ = ["NAME", "Known", "indexers_of", "insert", "new_indexer", "take_out"]
 
 NAME = "indexer"
 
@@ -91,19 +92,39 @@ def _check_native(native: Any, layer: LayerPlan) -> None:
         )
 
 
-def new_indexer(model: nn.Module, layer: LayerPlan, *, start_it: bool = True) -> MSAIndexer:
+@dataclass(frozen=True)
+class Known:
+    """What a proof says of a layer: channels of its hidden state, key/value heads, head size, and
+    how its heads turn."""
+
+    hidden_size: int
+    groups: int
+    head_dim: int
+    rotary: Rotary
+
+
+def new_indexer(
+    model: nn.Module, layer: LayerPlan, known: Known | None = None, *, start_it: bool = True
+) -> MSAIndexer:
     """An untrained indexer for a layer, its weights from the layer's own projections.
+
+    Args:
+        known: sizes that were proved; by default the module's configuration tells them.
 
     Raises:
         CaptureError: the rotary tables cannot be read, or sizes are unknown.
     """
     assert layer.index_dim is not None
     module = model.get_submodule(layer.fqn)
-    head_dim = _head_dim(module, layer)
+    head_dim = _head_dim(module, layer) if known is None else known.head_dim
     above = layer.fqn.rpartition(".")[0]
     own = projections_of(module, model.get_submodule(above), head_dim)
-    hidden, groups = _sizes(module, own, layer)
-    turning = rotary_of(model, module, layer.fqn, head_dim)
+    if known is None:
+        hidden, groups = _sizes(module, own, layer)
+        turning = rotary_of(model, module, layer.fqn, head_dim)
+    else:
+        hidden, groups, turning = known.hidden_size, known.groups, known.rotary
+        own = own if own is not None and _fits(own, known) else None
     columns = turning_columns(
         layer.index_dim, head_dim, turning.width, groups, interleaved=turning.tables_interleaved
     )
@@ -128,6 +149,10 @@ def new_indexer(model: nn.Module, layer: LayerPlan, *, start_it: bool = True) ->
         pairs = [column // step for column in columns[: len(columns) // 2]]
         _write(indexer, *start(own, layer.index_dim, pairs, turning))
     return indexer.train(module.training)
+
+
+def _fits(own: Projections, known: Known) -> bool:
+    return (own.size_C.shape[0] - 1, own.k_GDC.shape[0]) == (known.hidden_size, known.groups)
 
 
 @torch.no_grad()

@@ -37,7 +37,8 @@ class Program:
     a padding input to its two sizes (batch, keys) as expressions over the sizes of the other
     inputs: when the caller leaves it out, no key is hidden. `guards` are conditions on the sizes
     under which the program holds; of the sizes that it leaves open, those named in `ones` may be 1.
-    `values` says what an input may hold (see `sparsify.ir.MaskProof.padding_values`).
+    `values` says what an input may hold (see `sparsify.ir.MaskProof.padding_values`). A program
+    with cache layers in `indexed` gives its result in a pair with the index keys of these layers.
     """
 
     exported: ExportedProgram
@@ -47,6 +48,7 @@ class Program:
     guards: tuple[str, ...] = ()
     ones: frozenset[str] = frozenset()
     values: Mapping[str, str] = field(default_factory=dict)
+    indexed: tuple[int, ...] = ()
 
     def call_document(self) -> dict[str, Any]:
         """How the program is called, as JSON."""
@@ -57,6 +59,7 @@ class Program:
             "guards": list(self.guards),
             "ones": sorted(self.ones),
             "values": dict(self.values),
+            **({"indexed": list(self.indexed)} if self.indexed else {}),
         }
 
     @classmethod
@@ -65,7 +68,8 @@ class Program:
         padding = {name: (sizes[0], sizes[1]) for name, sizes in call["padding"].items()}
         names = tuple(call["args"]), tuple(call["kwargs"])
         guards, ones = tuple(call["guards"]), frozenset(call["ones"])
-        return cls(exported, *names, padding, guards, ones, dict(call["values"]))
+        indexed = tuple(int(number) for number in call.get("indexed", ()))
+        return cls(exported, *names, padding, guards, ones, dict(call["values"]), indexed)
 
     @cached_property
     def module(self) -> GraphModule:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from sparsify.errors import CaptureError
 
-__all__ = ["Rotary", "rotary_of"]
+__all__ = ["Rotary", "rotary_of", "takes_tables"]
 
 
 @dataclass(frozen=True)
@@ -28,14 +28,19 @@ class Rotary:
     channels_interleaved: bool = False
 
 
+def takes_tables(module: nn.Module) -> bool:
+    """Whether an attention module is given rotary tables, and uses them."""
+    takes = inspect.signature(type(module).forward).parameters
+    return "position_embeddings" in takes and bool(getattr(module, "use_rope", True))
+
+
 def rotary_of(model: nn.Module, module: nn.Module, fqn: str, head_dim: int) -> Rotary:
     """The rotary tables that an attention module of path `fqn` is given.
 
     Raises:
         CaptureError: it is given some that are not understood.
     """
-    takes = inspect.signature(type(module).forward).parameters
-    if "position_embeddings" not in takes or not getattr(module, "use_rope", True):
+    if not takes_tables(module):
         return Rotary()
     cos, sin = _tables(model, fqn)
     half = cos.shape[-1] // 2
