@@ -133,7 +133,8 @@ class IndexState:
         specs = self.program.graph_signature.input_specs
         own = next((spec.arg.name for spec in specs if spec.target == name), None)
         if own is not None:
-            return next(n for n in self.graph.find_nodes(op="placeholder") if n.name == own)
+            there: dict[str, Node] = {n.name: n for n in self.graph.find_nodes(op="placeholder")}
+            return there[own]
         label = "p_" + name.replace(".", "_")
         with self.graph.inserting_before(self._first):
             node = self.graph.placeholder(label)

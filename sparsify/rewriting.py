@@ -122,7 +122,8 @@ def apply_plan(
         CaptureError: a planned site cannot be reached or replaced.
     """
     if host == "graph":
-        built = graph.build(model, programs, plan, _class_for(model))
+        with _capturable(model):  # programs are tried against the model that was captured
+            built = graph.build(model, programs, plan, _class_for(model))
         graph.run_examples(built, programs)
         return built, None
     from sparsify.hosts import transformers
