@@ -20,7 +20,7 @@ from sparsify.cost_model.workload import AttentionShape
 from sparsify.pair_counts import dense_pairs
 from sparsify.timing import Run, Timing, extra_bytes, time_call
 
-__all__ = ["DTYPES", "AttentionRow", "Question", "bench_attention"]
+__all__ = ["DTYPES", "AttentionRow", "Question", "bench_attention", "random_inputs"]
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # Dense attention of more work than this takes seconds: it is timed once, and beyond ten times as
@@ -119,7 +119,7 @@ def bench_attention(question: Question, say: Say) -> list[AttentionRow]:
 
 
 def _row(question: Question, tokens: int, say: Say) -> AttentionRow:
-    q, k, v = _inputs(question, tokens)
+    q, k, v = random_inputs(question, tokens)
     on_gpu = question.device.type == "cuda"
     run, implementation = _op(q, k, v, question.configuration)
     say(f"MoBA, {tokens} tokens")
@@ -136,7 +136,7 @@ def _row(question: Question, tokens: int, say: Say) -> AttentionRow:
     return AttentionRow(tokens, implementation, dense, sparse, graph, stages, extra, every)
 
 
-def _inputs(question: Question, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+def random_inputs(question: Question, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
     """Random q, k and v, tokens outside heads in memory, as projections leave them."""
     torch.manual_seed(0)
     shape = question.shape

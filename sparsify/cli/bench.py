@@ -26,6 +26,7 @@ __all__ = ["bench"]
 
 CONTEXTS = "8k,32k,128k"
 SEQUENCES = "1k,4k"
+TUNED = "32k"
 
 
 class MethodName(StrEnum):
@@ -65,10 +66,19 @@ def bench(
             "--calibrate", help="Measure what `estimate --calibration` needs, on a GPU, in minutes."
         ),
     ] = False,
+    tune: Annotated[
+        bool,
+        typer.Option(
+            "--tune",
+            help="Measure tiles for --shape, and keep the fastest in SPARSIFY_CACHE_DIR.",
+        ),
+    ] = False,
     context: Annotated[
         str | None,
         typer.Option(
-            "--context", metavar="SIZES", help=f"Contexts of --shape; {CONTEXTS} by default."
+            "--context",
+            metavar="SIZES",
+            help=f"Contexts of --shape; {CONTEXTS} by default, {TUNED} with --tune.",
         ),
     ] = None,
     seq: Annotated[
@@ -98,12 +108,15 @@ def bench(
     force: Annotated[bool, typer.Option("--force", help="Replace an existing -o FILE.")] = False,
     json: Json = False,
 ) -> None:
-    """Measure: --shape times one op, DIR --against MODEL two models, --calibrate a GPU."""
+    """Measure: --shape times one op, or its tiles with --tune; DIR --against MODEL two models,
+    --calibrate a GPU."""
     given = {"DIR": None if directory is None else str(directory), "--against": against}
     check_given(**given, **{"--shape": shape, "--context": context, "--seq": seq})
     check_given(**{"--device": device, "-o": output, "--into": into})
     check_settings()
     _check_kinds(directory, against, shape, calibrate, context, seq, into, output, json)
+    if tune and (shape is None or calibrate):
+        raise UsageError("--tune is for --shape alone.", "Leave out what else is to be measured.")
     _check_unused(ctx, "--calibrate" if calibrate else "DIR" if directory else "--shape")
     if output is not None:
         check_target(output, force=force, directory=False)
@@ -112,7 +125,9 @@ def bench(
     if calibrate:
         _calibrate(shape, contexts, device, output, into, json)
         return
-    if shape is not None:
+    if tune:
+        data = _tune(shape, contexts, size, dtype.value, device, count, json)
+    elif shape is not None:
         data = _attention(shape, contexts, size, dtype.value, device, count, json)
     else:
         lengths = parse_sizes(seq or SEQUENCES, "--seq")
@@ -202,6 +217,30 @@ def _attention(
     return data
 
 
+def _tune(
+    shape: str | None,
+    contexts: list[int] | None,
+    batch: int,
+    dtype: str,
+    device: str,
+    repeats: int,
+    json: bool,
+) -> dict[str, Any]:
+    from sparsify.benches.attention import Question
+    from sparsify.benches.shapes import parse_shape
+    from sparsify.cli.bench_tune import bench_tune, check_question, render
+
+    heads, configuration = parse_shape(shape or "")
+    place = _gpu_only(device, "Tiles are measured on a GPU.", "Run it where a CUDA device is.")
+    sizes = tuple(contexts or parse_contexts(TUNED))
+    question = Question(heads, configuration, sizes, place, batch, dtype, repeats)
+    check_question(question)
+    with streams.progress() as say, _memory_told():
+        data = bench_tune(question, say)
+    streams.show_json(data) if json else streams.show(*render(data))
+    return data
+
+
 def _models(
     directory: Path | None,
     against: str | None,
@@ -241,7 +280,11 @@ def _calibrate(
     if shape is not None:
         heads, configuration = parse_shape(shape)
         sizes = Sizes((heads,), (configuration,), sizes.contexts)
-    place = _gpu_only(device)
+    place = _gpu_only(
+        device,
+        "A calibration is measured on a GPU.",
+        "Run it where a CUDA device is; `sparsify estimate --calibration FILE` reads the file.",
+    )
     gpu = _figures(place)
     if into is not None:
         load_calibration(into, gpu)  # what is wrong with it is said before long work
@@ -261,8 +304,8 @@ def _device(name: str) -> torch.device:
     return find_device(name)
 
 
-def _gpu_only(name: str) -> torch.device:
-    """The GPU to calibrate.
+def _gpu_only(name: str, why: str, hint: str) -> torch.device:
+    """The GPU to measure on.
 
     Raises:
         UsageError: it is no GPU, or there is none.
@@ -270,10 +313,7 @@ def _gpu_only(name: str) -> torch.device:
     import torch
 
     if name.strip().startswith("cpu") or not torch.cuda.is_available():
-        raise UsageError(
-            "A calibration is measured on a GPU.",
-            "Run it where a CUDA device is; `sparsify estimate --calibration FILE` reads the file.",
-        )
+        raise UsageError(why, hint)
     return _device(name)
 
 
