@@ -16,8 +16,18 @@ import triton.language as tl
 
 NO_CANDIDATE = tl.constexpr(-0x80000000)
 NOT_A_NUMBER = tl.constexpr(-0x7FFFFFFF)
+# One compilation serves all of them.
+LENGTHS = ("T", "S", "N", "start", "t_begin", "t_count", "z_begin", "head_begin", "blocks")
+LENGTHS += ("segment", "list_stride")
 
-__all__ = ["NO_CANDIDATE", "block_range", "largest", "msa_scores_fwd_kernel", "sorting_number"]
+__all__ = [
+    "LENGTHS",
+    "NO_CANDIDATE",
+    "block_range",
+    "largest",
+    "msa_scores_fwd_kernel",
+    "sorting_number",
+]
 
 
 @triton.jit
@@ -174,7 +184,7 @@ def _store(scores_M, number_MP, c, blocks, row_stride, PER: tl.constexpr):
         tl.store(at_MP, number_MP, mask=(c_P < blocks)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def msa_scores_fwd_kernel(
     iq_ptr, ik_ptr, scores_ptr,
     first_ptr, end_ptr, own_ptr, seen_ptr, slot_ptr, count_ptr, mask_ptr,

@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from sparsify.kernels.select.msa_scores import largest, sorting_number
+from sparsify.kernels.select.msa_scores import LENGTHS, largest, sorting_number
 
 __all__ = ["BLOCK", "TILE_ROWS", "Keys", "constants", "keys_of", "msa_scores_hopper_fwd_kernel"]
 
@@ -154,7 +154,7 @@ def _load_queries(
         q_tile.index(part).store(q_MD)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=(*LENGTHS, "row_of_batch", "row_of_head"))
 def msa_scores_hopper_fwd_kernel(
     iq_ptr, ik, scores_ptr,
     stride_qb, stride_qh, stride_qt, stride_qd,

@@ -14,7 +14,7 @@ Legend: R or M rows of a tile, N blocks of a tile, L list length.
 import triton
 import triton.language as tl
 
-from sparsify.kernels.select.msa_scores import NO_CANDIDATE, block_range
+from sparsify.kernels.select.msa_scores import LENGTHS, NO_CANDIDATE, block_range
 from sparsify.kernels.select.networks import largest8, largest16, sorted8, sorted16
 
 LOWEST = tl.constexpr(-0x7FFFFFFFFFFFFFFF)
@@ -121,7 +121,7 @@ def _segment(
     return begin, middle, end
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def msa_best_fwd_kernel(
     scores_ptr, best_ptr, first_ptr, end_ptr, own_ptr,
     T, N, start, t_begin, t_count, z_begin, blocks, row_stride, segment,
@@ -211,7 +211,7 @@ def _write8(
     return n_R, equal_R
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def msa_choice_fwd_kernel(
     scores_ptr, best_ptr, idx_ptr, first_ptr, end_ptr, own_ptr,
     T, N, start, t_begin, t_count, z_begin, blocks, row_stride, segment, list_stride,
@@ -257,7 +257,7 @@ def msa_choice_fwd_kernel(
         )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def msa_exact_fwd_kernel(
     scores_ptr, idx_ptr, first_ptr, end_ptr, own_ptr,
     T, N, start, t_begin, t_count, z_begin, blocks, row_stride, list_stride,

