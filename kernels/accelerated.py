@@ -355,7 +355,8 @@ def _msa_lists(
         return msa.Index(iq, ik, placement, block_size, topk, local).all_rows()
 
     width = list_width(ik.shape[2], block_size, topk, local)
-    return _lists(past, iq, ik.shape[2], layout, block_size, topk, width, call)
+    whole = decode.chooser(iq, ik, layout, block_size, topk, local)
+    return _lists(past, iq, ik.shape[2], layout, block_size, topk, width, call, whole)
 
 
 def _lists(
@@ -367,16 +368,17 @@ def _lists(
     topk: int,
     width: int,
     call: selection.Call,
+    whole: Callable[[], Tensor] | None = None,
 ) -> Tensor:
     """Lists of the select op, one for each head of `q`; recorded or replayed if that is asked for.
 
-    Args:
-        past: chooses past blocks where not all of them are attended.
-    """
+    `past` chooses past blocks where not all are attended; `whole`, if given, makes the lists."""
     batch, heads, q_len = q.shape[:3]
     flat = layout._replace(page_table=None)
 
     def chosen() -> Tensor:
+        if whole is not None:
+            return whole()
         placement = place(flat, batch, q_len, slots, block_size)
         if topk >= placement.blocks:
             every = lists.every(placement, batch, heads, q_len, block_size, q.device)

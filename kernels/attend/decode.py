@@ -14,6 +14,7 @@ D key size, V value size, I index size, N blocks, L list length.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -24,10 +25,10 @@ from sparsify.kernels.attend.decode_kernels import (
 )
 from sparsify.kernels.decoding import MOST_PLACES, Call, call_of, readable, row_strides, starts
 from sparsify.kernels.layout import Layout, block_count, key_slots
-from sparsify.kernels.select.decode_choice import best_blocks
+from sparsify.kernels.select.decode_choice import best_blocks, choose
 from sparsify.kernels.tiling import padded
 
-__all__ = ["MOST_QUERIES", "msa_decode", "unsupported"]
+__all__ = ["MOST_QUERIES", "choice_unsupported", "chooser", "msa_decode", "unsupported"]
 
 MOST_QUERIES = 16
 LOG2E = 1.4426950408889634
@@ -50,8 +51,21 @@ def unsupported(
     local: str = "inside",
 ) -> str | None:
     """Why these kernels do not run a call; None when they do."""
-    if q.shape[2] > MOST_QUERIES:
-        return f"{q.shape[2]} queries are no decode step; it has {MOST_QUERIES} at most"
+    if q.dtype not in _DTYPES:
+        return f"{q.dtype} has no tensor-core kernels here"
+    if q.shape[1] // k.shape[1] > _MOST_GROUP:
+        return f"{q.shape[1] // k.shape[1]} query heads of a group do not fit a tile"
+    if max(q.shape[-1], v.shape[-1]) > _MOST_HEAD_DIM:
+        return f"head sizes beyond {_MOST_HEAD_DIM} do not fit a tile"
+    return choice_unsupported(iq, ik, layout, block_size, topk, local)
+
+
+def choice_unsupported(
+    iq: Tensor, ik: Tensor, layout: Layout, block_size: int, topk: int, local: str = "inside"
+) -> str | None:
+    """Why these kernels do not choose the blocks of a call; None when they do."""
+    if iq.shape[2] > MOST_QUERIES:
+        return f"{iq.shape[2]} queries are no decode step; it has {MOST_QUERIES} at most"
     if layout.cu_seqlens_q is not None:
         return "packed documents are no decode step"
     if layout.page_table is not None and (
@@ -60,26 +74,33 @@ def unsupported(
         return "pages with a mask of keys or an origin of blocks are gathered first"
     if not 16 <= block_size <= 256:
         return f"blocks of {block_size} keys are not from 16 to 256"
-    if q.shape[1] // k.shape[1] > _MOST_GROUP:
-        return f"{q.shape[1] // k.shape[1]} query heads of a group do not fit a tile"
-    if max(x.shape[-1] for x in (q, v, iq)) > _MOST_HEAD_DIM:
+    if iq.shape[-1] > _MOST_HEAD_DIM:
         return f"head sizes beyond {_MOST_HEAD_DIM} do not fit a tile"
-    blocks = block_count(key_slots(k, layout), block_size)
     chosen = topk if local == "union" else topk - 1
-    if min(chosen, blocks) > MOST_PLACES:
+    if min(chosen, block_count(key_slots(ik, layout), block_size)) > MOST_PLACES:
         return f"lists of more than {MOST_PLACES} blocks do not fit a tile"
-    return _unsupported_dtypes(q, iq, ik)
-
-
-def _unsupported_dtypes(q: Tensor, iq: Tensor, ik: Tensor) -> str | None:
-    if q.dtype not in _DTYPES:
-        return f"{q.dtype} has no tensor-core kernels here"
     for x in (iq, ik):
         if x.dtype not in (*_DTYPES, _FLOAT8):
             return f"{x.dtype} index tensors have no kernels here"
         if x.dtype == _FLOAT8 and not _has_float8(x.device):
             return "this GPU has no products of float8_e4m3fn"
     return None
+
+
+def chooser(
+    iq: Tensor, ik: Tensor, layout: Layout, block_size: int, topk: int, local: str
+) -> Callable[[], Tensor] | None:
+    """Makes the lists of `msa_select` as `msa_decode` chooses them; None where it does not run.
+
+    Kernels that sum in another order may choose otherwise at near ties.
+
+    Args:
+        ik: contiguous, also if the layout says that it lay in pages.
+    """
+    if choice_unsupported(iq, ik, layout, block_size, topk, local) is not None:
+        return None
+    flat = layout._replace(page_table=None)
+    return functools.partial(choose, iq, ik, flat, block_size=block_size, topk=topk, local=local)
 
 
 @functools.cache
