@@ -84,8 +84,7 @@ def test_more_rows_than_a_tile():
 
 
 def test_blocks_of_several_tiles(path):
-    x = case(block=256, keys=1100, topk=2, size=64, dtype=torch.float16, index_size=64)
-    check(x)
+    check(case(block=256, keys=1100, topk=2, size=64, dtype=torch.float16, index_size=64))
 
 
 LAYOUTS = {
