@@ -184,6 +184,8 @@ class Index:
         column = max(self._blocks(first + count), 1)
         most = min(self.budget // (4 * column * part.lists), _MOST_ELEMENTS // column, _MOST_ROWS)
         step = max(most // _ROW_STEP * _ROW_STEP // (part.heads * _QUERY_STEP), 1) * _QUERY_STEP
+        chunks = triton.cdiv(count, step)  # of about equal size
+        step = triton.cdiv(count, chunks * _QUERY_STEP) * _QUERY_STEP
         for begin in range(first, first + count, step):
             some = min(step, first + count - begin)
             yield _Chunk(part, begin, some, self._blocks(begin + some))
@@ -405,7 +407,7 @@ def _processors(device: torch.device) -> int:
 
 
 def _padded_rows(rows: int) -> int:
-    return triton.cdiv(rows, _ROW_STEP) * _ROW_STEP
+    return -(-rows // _ROW_STEP) * _ROW_STEP
 
 
 def _padded_size(size: int, item: int) -> int:
