@@ -225,7 +225,7 @@ def _combine(
     call: Call, default: AttentionTiles, timer: Timer, say: Say
 ) -> tuple[AttentionTiles, list[Trial]]:
     parts = call.attend(default)
-    wanted: list[tuple[Tensor, Tensor]] = []
+    wanted: list[tuple[Tensor, ...]] = []
 
     def measure(tiles: AttentionTiles) -> float:
         say(f"combine, {_shown('combine', tiles)}")
@@ -291,24 +291,29 @@ def _tolerance(call: Call) -> float:
 def _same_parts(found: tuple[Tensor, ...], wanted: tuple[Tensor, ...], call: Call) -> bool:
     (out, top, total), (out_2, top_2, total_2) = found, wanted
     most = _tolerance(call)
-    higher = torch.where(top == top_2, 0.0, top - top_2)
+    higher = torch.where(_equal(top, top_2), 0.0, top - top_2)
     weight = total * torch.exp2(higher * call.shape.scale_log2)
-    alike = ((weight - total_2).abs() <= most * total_2).all()
-    return bool(alike) and _is_near(out, out_2, most)
+    alike = _equal(total, total_2) | ((weight - total_2).abs() <= most * total_2)
+    return bool(alike.all()) and _is_near(out, out_2, most)
 
 
-def _same_results(found: tuple[Tensor, Tensor], wanted: tuple[Tensor, Tensor], call: Call) -> bool:
+def _same_results(found: tuple[Tensor, ...], wanted: tuple[Tensor, ...], call: Call) -> bool:
     (out, lse), (out_2, lse_2) = found, wanted
     most = _tolerance(call)
-    apart = torch.where(lse == lse_2, 0.0, (lse - lse_2).abs())
-    alike = (apart <= most * (1.0 + torch.where(lse_2.isinf(), 0.0, lse_2.abs()))).all()
-    return bool(alike) and _is_near(out, out_2, most)
+    alike = _equal(lse, lse_2) | ((lse - lse_2).abs() <= most * (1.0 + lse_2.abs()))
+    return bool(alike.all()) and _is_near(out, out_2, most)
+
+
+def _equal(x: Tensor, wanted: Tensor) -> Tensor:
+    """Where numbers are the same; NaN equals NaN."""
+    return (x == wanted) | (x.isnan() & wanted.isnan())
 
 
 def _is_near(x: Tensor, wanted: Tensor, most: float) -> bool:
     """Whether a tensor is near another one as a whole; each number has its own rounding."""
-    apart = (x.float() - wanted.float()).norm()
-    return bool(apart <= most * wanted.float().norm())
+    x, wanted = x.float(), wanted.float()
+    apart = torch.where(_equal(x, wanted), 0.0, x - wanted).norm()
+    return bool(apart <= most * torch.where(wanted.isfinite(), wanted, 0.0).norm())
 
 
 def in_request(
@@ -350,7 +355,7 @@ def _tune_and_keep(call: tuple[Any, ...], sizes: Sizes) -> None:
     q, chooser = call[0], call[5]
     try:
         found = tune(Call(*call), _event_ms)
-    except (TritonError, RuntimeError) as error:
+    except (TritonError, RuntimeError, _Differs) as error:
         _log.warning("tiles were not measured, the default ones stay: %s", error)
         tuned.keep(q.device, sizes, tuned.untuned(q.device, sizes))
         return

@@ -92,6 +92,15 @@ def test_what_leaves_rows_out_is_no_candidate(monkeypatch):
     ]
 
 
+def test_values_that_are_not_finite_are_no_difference(monkeypatch):
+    monkeypatch.setattr(tuning, "shapes", lambda *_: [])
+    x = inputs(keys=75, dtype=torch.float16)
+    x.v[0, 0, 5], x.v[0, 0, 20], x.k[0, 0, 40] = float("nan"), float("inf"), float("nan")
+    found = tuning.tune(call_of(x), clock(4.0, 4.0, 2.0, 2.0, 4.0, 3.0))
+    assert found.tiles == changed(found.default, chunk=7)
+    assert not [trial for trial in found.trials if trial.why]
+
+
 def test_nothing_is_tuned_off_a_gpu(monkeypatch):
     monkeypatch.setenv("SPARSIFY_AUTOTUNE", "1")
     monkeypatch.setattr(tuning, "tune", lambda *_: pytest.fail("tuned"))
