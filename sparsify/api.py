@@ -114,7 +114,7 @@ def inspect(
     return Inspection(
         model=name or type(model).__name__,
         sites=tuple(found.sites),
-        refusals=(*named(found.refusals, model), *found.lookalikes),
+        refusals=(*named(found.refusals, model, host), *found.lookalikes),
         notes=(*notes, *found.notes),
         expected=expected_layers(model),
         order=tuple(found.order),

@@ -23,7 +23,8 @@ from sparsify.hosts.calls import SiteCall
 from sparsify.hosts.index_keys import IndexUse
 from sparsify.indexers import MSAIndexer
 from sparsify.ir import Refusal
-from sparsify.kernels import schemas, selection
+from sparsify.kernels import reference, selection
+from sparsify.kernels.layout import Layout
 
 __all__ = [
     "NativeIndexer",
@@ -53,21 +54,23 @@ def native_layers(model: nn.Module) -> dict[str, tuple[int, int, int]]:
     return found
 
 
-def named(refusals: Iterable[Refusal], model: nn.Module) -> tuple[Refusal, ...]:
-    """The refusals, those of layers that are sparse by themselves called by that name."""
-    native = native_layers(model)
-    return tuple(_named(r, native[r.fqn]) if r.fqn in native else r for r in refusals)
+def named(refusals: Iterable[Refusal], model: nn.Module, host: str) -> tuple[Refusal, ...]:
+    """The refusals, those of layers that are sparse by themselves called by that name, and on the
+    transformers host with the sizes by which they can be planned."""
+    native, runs = native_layers(model), host != "graph"
+    return tuple(_named(r, native[r.fqn], runs) if r.fqn in native else r for r in refusals)
 
 
-def _named(refusal: Refusal, sizes: tuple[int, int, int]) -> Refusal:
+def _named(refusal: Refusal, sizes: tuple[int, int, int], runs: bool) -> Refusal:
     size, topk, index_dim = sizes
     method = f"block_size: {size}, topk: {topk}, indexer: learned, index_dim: {index_dim}"
+    hint = f"MSA of these sizes runs on its own indexer: {{name: msa, {method}}}"
     return dataclasses.replace(
         refusal,
         code="NATIVELY_SPARSE",
         message=f"the layer chooses blocks by itself (size {size}, top {topk})",
-        hint=f"MSA of these sizes runs on its own indexer: {{name: msa, {method}}}",
-        facts={"native": sizes},
+        hint=hint if runs else "The transformers host runs it on its own indexer.",
+        facts={"native": sizes} if runs else {},
     )
 
 
@@ -146,15 +149,12 @@ def chosen_only(
     positions_BT = position_ids.reshape(-1, n_T).expand(n_B, -1)
     if isinstance(chosen, IndexUse):
         plan = getattr(module, "sparsify_plan", None)
+        origin_B = positions_BT.new_zeros(n_B)
+        layout = Layout(q_start=positions_BT[:, 0].contiguous(), block_origin=origin_B)
+        sizes = {"block_size": native.block_size, "topk": native.topk_blocks}
+        # not through the op, which takes every block under SPARSIFY_DISABLE
         with contextlib.nullcontext() if plan is None else selection.site(plan.key):
-            chosen = schemas.msa_select(
-                chosen.queries,
-                chosen.keys,
-                q_start=positions_BT[:, 0].contiguous(),
-                block_origin=positions_BT.new_zeros(n_B),
-                block_size=native.block_size,
-                topk=native.topk_blocks,
-            ).long()
+            chosen = reference.msa_select(chosen.queries, chosen.keys, layout, **sizes).long()
     where = n_S, query.dtype, query.device, positions_BT
     found: Tensor = native.build_block_mask(chosen, mask, *where)
     return found

@@ -199,6 +199,14 @@ def test_calls_that_cannot_run_our_ops_stay_sparse_by_themselves():
     check_ran(short, "sparse by itself: shorter than min_context")
 
 
+def test_switching_our_ops_off_leaves_it_sparse_by_itself(monkeypatch):
+    model, ids = build(), tokens(1, 61)
+    monkeypatch.setenv("SPARSIFY_DISABLE", "1")
+    made = ours(model)
+    assert relative(logits(made, ids), logits(model, ids)) < 1e-4
+    check_ran(made, "sparse by itself: SPARSIFY_DISABLE")
+
+
 @pytest.mark.parametrize(
     "fields", [dict(topk=2), dict(block_size=16), dict(index_dim=8), dict(local="union")]
 )
@@ -250,6 +258,9 @@ def test_other_methods_leave_its_sparse_layers_alone():
     with pytest.raises(CaptureError, match="NATIVELY_SPARSE"):
         sp.plan(found, sp.Policy.from_json({**strict, "method": moba}))
     assert sp.plan(found, sp.Policy.from_json(strict)).rewritten
+    found = sp.inspect(model, host="graph")
+    plan = sp.plan(found, sp.Policy.from_json(POLICY))
+    assert not plan.rewritten and {r.code for r in found.refusals} == {"NATIVELY_SPARSE"}
 
 
 def test_an_estimate_says_what_its_dense_is():
