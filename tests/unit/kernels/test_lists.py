@@ -30,10 +30,10 @@ def lists_of(name, topk, queries=23):
     return lists, place(layout, batch, queries, 23, BLOCK)
 
 
-def given(lists, *, heads=None, block=BLOCK, placement=None, keys=23):
+def given(lists, *, block=BLOCK, placement=None, keys=23):
     lists = torch.as_tensor(lists, dtype=torch.int32)
     placement = placement or place(Layout(), lists.shape[0], lists.shape[2], keys, block)
-    return Given(lists, placement, heads or lists.shape[1], block)
+    return Given(lists, placement, block)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -130,14 +130,17 @@ def test_lists_without_places():
     assert bool((rows == -1).all()) and not bool(own.any())
 
 
-@pytest.mark.parametrize("heads", [2, 4, 14])
-def test_a_list_per_group_serves_its_query_heads(heads):
-    lists, placement = lists_of("plain", 3)
-    groups = lists[:, :2].contiguous()
-    rows, own = given(groups, heads=heads, placement=placement).rows(0, 2 * heads, 0, 23)
-    every, own_every = given(groups, placement=placement).rows(0, 4, 0, 23)
-    assert torch.equal(rows, every.repeat_interleave(heads // 2, 0))
-    assert torch.equal(own, own_every.repeat_interleave(heads // 2, 0))
+@pytest.mark.parametrize("name", ["plain", "short keys", "masked"])
+def test_lists_are_counted_through_the_batch(name):
+    """A slice of some lists and some queries is that part of all rows."""
+    lists, placement = lists_of(name, 3)
+    chooser, per_row = given(lists, placement=placement), lists.shape[1]
+    rows, own = chooser.rows(0, 2 * per_row, 0, 23)
+    for first, count in ((0, 1), (1, per_row), (per_row, 2)):
+        some, some_own = chooser.rows(first, count, 5, 11)
+        assert torch.equal(some, rows[first : first + count, 5:16])
+        assert torch.equal(some_own, own[first : first + count, 5:16])
+    assert not chooser.together
 
 
 def test_queries_before_the_first_key_list_nothing():
