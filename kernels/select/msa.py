@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -13,7 +12,9 @@ from torch import Tensor
 from sparsify.kernels import tiling
 from sparsify.kernels.placement import Placement
 from sparsify.kernels.select import msa_scores_hopper as hopper
+from sparsify.kernels.select import msa_tiles
 from sparsify.kernels.select.msa_scores import msa_scores_fwd_kernel
+from sparsify.kernels.select.msa_tiles import ROW_STEP, Path, padded_rows, path
 from sparsify.kernels.select.msa_topk import (
     msa_best_fwd_kernel,
     msa_choice_fwd_kernel,
@@ -23,35 +24,16 @@ from sparsify.kernels.tiling import padded
 
 __all__ = ["Index", "Path", "path"]
 
-Path = Literal["gluon", "triton"]
-
 WORKSPACE_BYTES = 2 << 30
 _SHARE = 4  # scores take one part in so many of the workspace
-_ROW_STEP = 256  # rows of scores come in multiples of this, which every tile divides
 _QUERY_STEP = 64
 _MOST_ELEMENTS = 1 << 30  # offsets within one list of scores are 32-bit
 _MOST_ROWS = 1 << 22
-_FEW_ROWS = 64
-_SPLIT_STEPS = 16  # tiles that one program of the scores walks, at least
-_START_STEPS = 2  # tiles that the start of a program costs, about
-_SLACK = 1.04  # more programs are better, if they cost no more than this
 _TOPK_ROWS = 128  # rows of a program that keeps lists in registers: a thread each
 _TOPK_PROGRAMS = 8  # programs of it that a multiprocessor should have
 _MOST_SEGMENTS = 16
 _SEGMENT_STEP = 16
 _MOST_KEPT = 16
-_FP8 = torch.float8_e4m3fn
-
-
-class _Tiles(NamedTuple):
-    """Tiles of the score kernel: `per` blocks fill one, or `parts` of them a block."""
-
-    rows: int
-    columns: int
-    warps: int
-    stages: int
-    per: int
-    parts: int
 
 
 class _Part(NamedTuple):
@@ -76,14 +58,6 @@ class _Chunk(NamedTuple):
     @property
     def rows(self) -> int:
         return self.queries * self.part.heads
-
-
-def path(iq: Tensor, ik: Tensor, placement: Placement, block_size: int) -> Path:
-    """Which kernel scores: "gluon" where its tiles fit a Hopper GPU, "triton" elsewhere."""
-    hopper_gpu = _capability(iq.device) == (9, 0)
-    few = iq.shape[1] * iq.shape[2] <= _FEW_ROWS
-    fits = hopper_gpu and not few and _fits_gluon(iq, ik, placement, block_size)
-    return "gluon" if fits else "triton"
 
 
 class Index:
@@ -127,9 +101,9 @@ class Index:
         self.width = padded(max(self.chosen, 1), 4)
         self.together = ik.shape[1] == 1  # the scores of all groups are made at once
         self.budget = (WORKSPACE_BYTES if workspace_bytes is None else workspace_bytes) // _SHARE
-        self.iq, self.ik = _of_one_kind(iq, ik)
+        self.iq, self.ik = msa_tiles.of_one_kind(iq, ik)
         self.path: Path = force or path(self.iq, self.ik, placement, block_size)
-        if force == "gluon" and not _fits_gluon(self.iq, self.ik, placement, block_size):
+        if force == "gluon" and not msa_tiles.fits_gluon(self.iq, self.ik, placement, block_size):
             raise ValueError("The Gluon kernel scores plain calls with blocks of 128 keys alone.")
         self.keys = hopper.keys_of(self.ik) if self.path == "gluon" else None
         self.mask = None if placement.key_mask is None else placement.key_mask.contiguous()
@@ -166,7 +140,7 @@ class Index:
         whole = not shared or (group % heads == 0 and groups % heads == 0)
         rows, of_batch = (heads, 1) if shared else (1, heads)
         if whole:
-            list_bytes = 4 * _padded_rows(rows * _QUERY_STEP) * self._blocks(last)
+            list_bytes = 4 * padded_rows(rows * _QUERY_STEP) * self._blocks(last)
             step = max(1, self.budget // max(list_bytes, 1))
             begin, end = group // rows, (group + groups) // rows
             for z in range(begin, end, step):
@@ -183,7 +157,7 @@ class Index:
         """Queries of a part, cut so that the scores of a chunk stay within the budget."""
         column = max(self._blocks(first + count), 1)
         most = min(self.budget // (4 * column * part.lists), _MOST_ELEMENTS // column, _MOST_ROWS)
-        step = max(most // _ROW_STEP * _ROW_STEP // (part.heads * _QUERY_STEP), 1) * _QUERY_STEP
+        step = max(most // ROW_STEP * ROW_STEP // (part.heads * _QUERY_STEP), 1) * _QUERY_STEP
         chunks = triton.cdiv(count, step)  # of about equal size
         step = triton.cdiv(count, chunks * _QUERY_STEP) * _QUERY_STEP
         for begin in range(first, first + count, step):
@@ -201,7 +175,7 @@ class Index:
         if not chunk.blocks:
             past.fill_(-1)
             return
-        shape = (chunk.part.lists, chunk.blocks, _padded_rows(chunk.rows))
+        shape = (chunk.part.lists, chunk.blocks, padded_rows(chunk.rows))
         scores = self.iq.new_empty(shape, dtype=torch.int32)
         if self.path == "gluon":
             self._score_by_gluon(scores, chunk)
@@ -215,16 +189,18 @@ class Index:
     def _score(self, scores: Tensor, chunk: _Chunk, *, own_alone: bool) -> None:
         placement, size = self.placement, self.iq.shape[-1]
         item, shared = self.iq.element_size(), tiling.shared_bytes(self.iq.device)
-        tiles = _tiles(size, item, self.block_size, chunk.rows, placement.plain, shared)
+        tiles = msa_tiles.score_tiles(
+            size, item, self.block_size, chunk.rows, placement.plain, shared
+        )
         row_tiles, units = triton.cdiv(chunk.rows, tiles.rows), triton.cdiv(chunk.blocks, tiles.per)
         resident = 1 if tiles.rows > 128 else 2
         splits = 1
         if not own_alone:
-            splits = _splits(
+            splits = msa_tiles.splits(
                 row_tiles * chunk.part.lists, units * tiles.parts, self._processors() * resident
             )
         per_split = triton.cdiv(units, splits)
-        by_tma = _fits_tma(self.ik, placement, self.block_size, tiles)
+        by_tma = msa_tiles.fits_tma(self.ik, placement, self.block_size, tiles)
         msa_scores_fwd_kernel[(row_tiles, triton.cdiv(units, per_split), chunk.part.lists)](
             self.iq,
             self._descriptor(tiles.columns) if by_tma else self.ik,
@@ -253,7 +229,7 @@ class Index:
             HEADS=chunk.part.heads,
             BLOCK=self.block_size,
             D=size,
-            DP=_padded_size(size, item),
+            DP=msa_tiles.padded_size(size, item),
             M=tiles.rows,
             TILE_N=tiles.columns,
             PER=tiles.per,
@@ -271,7 +247,7 @@ class Index:
     def _score_by_gluon(self, scores: Tensor, chunk: _Chunk) -> None:
         assert self.keys is not None
         row_tiles = triton.cdiv(chunk.rows, hopper.TILE_ROWS)
-        splits = _splits(row_tiles * chunk.part.lists, chunk.blocks, self._processors())
+        splits = msa_tiles.splits(row_tiles * chunk.part.lists, chunk.blocks, self._processors())
         segment = triton.cdiv(chunk.blocks, splits)
         grid = (row_tiles, triton.cdiv(chunk.blocks, segment), chunk.part.lists)
         hopper.msa_scores_hopper_fwd_kernel[grid](
@@ -361,7 +337,7 @@ class Index:
         }
 
     def _processors(self) -> int:
-        return _processors(self.iq.device)
+        return msa_tiles.processors(self.iq.device)
 
     def _descriptor(self, columns: int) -> object:
         from triton.tools.tensor_descriptor import TensorDescriptor
@@ -371,94 +347,3 @@ class Index:
             made = TensorDescriptor(ik, list(ik.shape), list(ik.stride()), block)
             self.descriptors[columns] = made
         return self.descriptors[columns]
-
-
-def _of_one_kind(iq: Tensor, ik: Tensor) -> tuple[Tensor, Tensor]:
-    """Queries and keys in one dtype that the GPU can multiply; no value changes."""
-    if iq.dtype != ik.dtype:
-        return iq.float(), ik.float()
-    capability = _capability(iq.device)
-    if iq.dtype == _FP8 and iq.device.type == "cuda" and (capability or (0, 0)) < (8, 9):
-        return iq.half(), ik.half()
-    return iq, ik
-
-
-def _fits_gluon(iq: Tensor, ik: Tensor, placement: Placement, block_size: int) -> bool:
-    """Whether the tiles of the Gluon kernel fit a call."""
-    shape_fits = block_size == hopper.BLOCK and iq.shape[-1] in (64, 128)
-    return (
-        placement.plain and shape_fits and iq.dtype == ik.dtype and hopper.keys_of(ik) is not None
-    )
-
-
-@functools.cache
-def _capability(device: torch.device) -> tuple[int, int] | None:
-    """Of an NVIDIA GPU; None for any other device."""
-    if device.type != "cuda" or torch.version.hip is not None:
-        return None
-    return torch.cuda.get_device_capability(device)
-
-
-@functools.cache
-def _processors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 132
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
-
-
-def _padded_rows(rows: int) -> int:
-    return -(-rows // _ROW_STEP) * _ROW_STEP
-
-
-def _padded_size(size: int, item: int) -> int:
-    return padded(size, 32 if item == 1 else 16)
-
-
-@functools.cache
-def _tiles(size: int, item: int, block: int, rows: int, plain: bool, shared: int) -> _Tiles:
-    """Tiles of the score kernel, measured on an H200 for size 128; others follow from what fits.
-
-    Tiles of 64 rows and of more give the same bits: so many rows take the same instructions.
-    """
-    row_bytes, few = _padded_size(size, item) * item, rows <= _FEW_ROWS
-    if item == 4:
-        m, n, warps, stages = 32, 32, 4, 1
-    elif row_bytes > 256:
-        m, n, warps, stages = 64 if few else 128, 64, 4, 3
-    elif item == 1 or few or not plain or shared < tiling.HOPPER_SHARED:
-        # Masks need registers of their own.
-        m, n, warps, stages = 64 if few else 128, 128, 4 if item == 1 or few else 8, 3
-    else:
-        m, n, warps, stages = 256, 128, 8, 3
-    while stages > 1 and (m + stages * n) * row_bytes > shared:
-        stages -= 1
-    while n > 32 and (m + n) * row_bytes > shared:
-        n //= 2
-    per_block = min(padded(block, 1), n)
-    return _Tiles(m, n, warps, stages, n // per_block, triton.cdiv(block, n))
-
-
-@functools.cache
-def _splits(tiles: int, steps: int, slots: int) -> int:
-    """Into how many segments the keys are cut: enough programs for all `slots`, and no round of
-    them left half empty."""
-    most = max(1, steps // _SPLIT_STEPS)
-    costs = {}
-    for rounds in range(1, 9):
-        splits = min(max(1, rounds * slots // tiles), most)
-        each = triton.cdiv(steps, splits) + _START_STEPS
-        costs[splits] = triton.cdiv(tiles * splits, slots) * each
-    least = min(costs.values())
-    return max(splits for splits, cost in costs.items() if cost <= _SLACK * least)
-
-
-def _fits_tma(ik: Tensor, placement: Placement, block: int, tiles: _Tiles) -> bool:
-    """Whether keys can be fetched by the tensor memory accelerator: sm_90 or newer, aligned
-    strides, tiles without columns that belong to no block."""
-    size, item = ik.shape[-1], ik.element_size()
-    if (_capability(ik.device) or (0, 0))[0] < 9 or item == 4:
-        return False
-    whole = placement.plain and block * tiles.per == tiles.columns * tiles.parts
-    strides = all(x * item % 16 == 0 and x > 0 for x in ik.stride()[:3])
-    aligned = strides and ik.stride(3) == 1 and ik.data_ptr() % 16 == 0
-    return whole and aligned and _padded_size(size, item) == size

@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 from sparsify.kernels import tiling
 from sparsify.kernels.layout import Layout
 from sparsify.kernels.placement import place
-from sparsify.kernels.select import msa
+from sparsify.kernels.select import msa, msa_tiles
 from tests._util.compiling import SHARED_BYTES, compiled, key, launches, resources
 
 CAPABILITY = {"sm_80": (8, 0), "sm_90": (9, 0), "sm_100": (10, 0), "gfx942": None}
@@ -36,7 +36,7 @@ def case(
     placement = place(layout, 1, iq.shape[2], ik.shape[2], block)
     with (
         launches() as found,
-        mock.patch.object(msa, "_capability", lambda _: CAPABILITY[target]),
+        mock.patch.object(msa_tiles, "capability", lambda _: CAPABILITY[target]),
         mock.patch.object(tiling, "shared_bytes", lambda _: SHARED_BYTES[target]),
     ):
         index = msa.Index(iq, ik, placement, block, topk, local, force=force)
@@ -180,7 +180,7 @@ def taken(
         ik = torch.empty(ik.numel() + offset, dtype=ik.dtype)[offset:].view(ik.shape)
     layout = Layout(key_mask=torch.ones(1, 4096, dtype=torch.bool) if masked else None)
     placement = place(layout, 1, queries, 4096, block)
-    with mock.patch.object(msa, "_capability", lambda _: capability):
+    with mock.patch.object(msa_tiles, "capability", lambda _: capability):
         chosen = msa.path(iq, ik, placement, block)
         assert msa.Index(iq, ik, placement, block, 16).path == chosen
     return chosen
@@ -235,7 +235,7 @@ def test_expanded_batches_are_no_matrix_of_rows_twice():
 @pytest.mark.parametrize("steps", [1, 15, 16, 100, 1024, 8192])
 @pytest.mark.parametrize("tiles", [1, 8, 100, 256, 5000])
 def test_segments_keep_enough_work(tiles, steps):
-    splits = msa._splits(tiles, steps, 132)
+    splits = msa_tiles.splits(tiles, steps, 132)
     assert 1 <= splits <= max(1, steps // 16)
     if tiles * max(1, steps // 16) >= 132:
         assert tiles * splits >= 100
