@@ -18,7 +18,7 @@ Legend: M rows of a tile, N keys of a tile, D key size, V value size, W places o
 import triton
 import triton.language as tl
 
-from sparsify.kernels.attend.pieces import dot, entries_of, heads_of, safe_top
+from sparsify.kernels.attend.pieces import LENGTHS, dot, entries_of, heads_of, safe_top
 
 __all__ = ["combine_clean_fwd_kernel", "combine_fwd_kernel"]
 
@@ -149,8 +149,8 @@ def _combine_tile(
     stride_kb, stride_kg, stride_ks, stride_kd,
     stride_vb, stride_vg, stride_vs, stride_vd,
     stride_ob, stride_oh, stride_ot, stride_od,
-    scale_log2, S, T, start, t_begin, t_count, head_begin,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
+    scale_log2, S, T, start, t_begin, t_count, head_begin, heads, group,
+    BLOCK: tl.constexpr, WIDTH: tl.constexpr,
     CHOSEN: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, V: tl.constexpr, VP: tl.constexpr,
     SHARE: tl.constexpr, SPAN: tl.constexpr, M: tl.constexpr, TILE_N: tl.constexpr,
     STAGES: tl.constexpr, MERGE_STAGES: tl.constexpr,
@@ -158,7 +158,7 @@ def _combine_tile(
     CLEAN: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """One tile of queries; returns whether a sum of the own block is not finite."""
-    b, h, g = heads_of(head_begin + slice_list, HEADS, GROUP, SHARE)
+    b, h, g = heads_of(head_begin + slice_list, heads, group, SHARE)
     b, h, g = b.to(tl.int64), h.to(tl.int64), g.to(tl.int64)
     entry_M, head_M, known_M = entries_of(head_slice, M, SHARE, SPAN)
     i_M = tile * (M // SPAN) + entry_M
@@ -233,11 +233,11 @@ def _combine_tile(
     )
     # One operation, or each of the two kernels would round as its compiler likes.
     lse_M = tl.fma(safe_top(top_M), scale_log2 * LN2, tl.log(sum_M))
-    tl.store(lse_ptr + (b * HEADS + h + head_M) * T + t_M, lse_M, mask=inside_M)
+    tl.store(lse_ptr + (b * heads + h + head_M) * T + t_M, lse_M, mask=inside_M)
     return odd
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def combine_fwd_kernel(
     q_ptr, k_ptr, v_ptr, idx_ptr, part_ptr, stat_ptr, out_ptr, lse_ptr,
     lo_ptr, hi_ptr, own_ptr, mask_ptr, odd_ptr,
@@ -245,8 +245,8 @@ def combine_fwd_kernel(
     stride_kb, stride_kg, stride_ks, stride_kd,
     stride_vb, stride_vg, stride_vs, stride_vd,
     stride_ob, stride_oh, stride_ot, stride_od,
-    scale_log2, S, T, start, t_begin, t_count, head_begin,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
+    scale_log2, S, T, start, t_begin, t_count, head_begin, heads, group,
+    BLOCK: tl.constexpr, WIDTH: tl.constexpr,
     CHOSEN: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, V: tl.constexpr, VP: tl.constexpr,
     SHARE: tl.constexpr, SPAN: tl.constexpr, M: tl.constexpr, TILE_N: tl.constexpr,
     STAGES: tl.constexpr, MERGE_STAGES: tl.constexpr,
@@ -269,13 +269,13 @@ def combine_fwd_kernel(
         stride_vb, stride_vg, stride_vs, stride_vd,
         stride_ob, stride_oh, stride_ot, stride_od,
         scale_log2, S, T, start, t_begin, t_count, head_begin,
-        HEADS, GROUP, BLOCK, WIDTH, CHOSEN, D, DP, V, VP, SHARE, SPAN, M, TILE_N, STAGES,
+        heads, group, BLOCK, WIDTH, CHOSEN, D, DP, V, VP, SHARE, SPAN, M, TILE_N, STAGES,
         MERGE_STAGES, PLAIN, MASKED, OWN_LISTED, EXACT_DOT, False, SPLIT,
     )  # fmt: skip
     tl.store(odd_ptr + row * tl.num_programs(0) + tile, odd.to(tl.int8))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def combine_clean_fwd_kernel(
     q_ptr, k_ptr, v_ptr, idx_ptr, part_ptr, stat_ptr, out_ptr, lse_ptr,
     lo_ptr, hi_ptr, own_ptr, mask_ptr, odd_ptr,
@@ -283,8 +283,8 @@ def combine_clean_fwd_kernel(
     stride_kb, stride_kg, stride_ks, stride_kd,
     stride_vb, stride_vg, stride_vs, stride_vd,
     stride_ob, stride_oh, stride_ot, stride_od,
-    scale_log2, S, T, start, t_begin, t_count, head_begin,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
+    scale_log2, S, T, start, t_begin, t_count, head_begin, heads, group,
+    BLOCK: tl.constexpr, WIDTH: tl.constexpr,
     CHOSEN: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, V: tl.constexpr, VP: tl.constexpr,
     SHARE: tl.constexpr, SPAN: tl.constexpr, M: tl.constexpr, TILE_N: tl.constexpr,
     STAGES: tl.constexpr, MERGE_STAGES: tl.constexpr,
@@ -309,6 +309,6 @@ def combine_clean_fwd_kernel(
                     stride_vb, stride_vg, stride_vs, stride_vd,
                     stride_ob, stride_oh, stride_ot, stride_od,
                     scale_log2, S, T, start, t_begin, t_count, head_begin,
-                    HEADS, GROUP, BLOCK, WIDTH, CHOSEN, D, DP, V, VP, SHARE, SPAN, M, TILE_N,
+                    heads, group, BLOCK, WIDTH, CHOSEN, D, DP, V, VP, SHARE, SPAN, M, TILE_N,
                     STAGES, MERGE_STAGES, PLAIN, MASKED, OWN_LISTED, EXACT_DOT, True, False,
                 )  # fmt: skip

@@ -63,8 +63,8 @@ class Shape(NamedTuple):
     def sizes(self) -> dict[str, object]:
         """Constants of the kernels."""
         return {
-            "HEADS": self.heads,
-            "GROUP": self.group,
+            "heads": self.heads,
+            "group": self.group,
             "D": self.head_dim,
             "DP": padded(self.head_dim),
             "V": self.value_dim,

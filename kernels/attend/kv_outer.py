@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 
 from sparsify.kernels.attend.pieces import (
+    LENGTHS,
     block_of,
     dot,
     entries_of,
@@ -33,15 +34,15 @@ from sparsify.kernels.attend.pieces import (
 __all__ = ["large_block_fwd_kernel", "shared_block_fwd_kernel", "small_block_fwd_kernel"]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def small_block_fwd_kernel(
     q_ptr, k_ptr, v_ptr, list_ptr, work_ptr, items_ptr, part_ptr, stat_ptr,
     slot_ptr, keys_ptr, mask_ptr,
     stride_qb, stride_qh, stride_qt, stride_qd,
     stride_kb, stride_kg, stride_ks, stride_kd,
     stride_vb, stride_vg, stride_vs, stride_vd,
-    scale_log2, S, N, t_begin, t_count, head_begin,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
+    scale_log2, S, N, t_begin, t_count, head_begin, heads, group,
+    BLOCK: tl.constexpr, WIDTH: tl.constexpr,
     CHOSEN: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, V: tl.constexpr, VP: tl.constexpr,
     M: tl.constexpr, TILE_N: tl.constexpr,
     PLAIN: tl.constexpr, MASKED: tl.constexpr, EXACT_DOT: tl.constexpr,
@@ -54,8 +55,8 @@ def small_block_fwd_kernel(
     begin, end = tl.load(work_ptr + item * 4 + 1), tl.load(work_ptr + item * 4 + 2)
     slice_head, c = (column // N).to(tl.int64), column % N
     head = head_begin + slice_head
-    b, h = head // HEADS, head % HEADS
-    g = h // GROUP
+    b, h = head // heads, head % heads
+    g = h // group
     slot, keys = block_of(slot_ptr, keys_ptr, b, c, S, N, BLOCK, PLAIN)
     d_D, v_V = tl.arange(0, DP), tl.arange(0, VP)
     m_M, n_N = tl.arange(0, M), tl.arange(0, TILE_N)
@@ -123,15 +124,15 @@ def _store_rows(
     tl.store(stats + SHARE, sum_M, mask=keep_M)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def shared_block_fwd_kernel(
     q_ptr, k_ptr, v_ptr, list_ptr, work_ptr, items_ptr, part_ptr, stat_ptr,
     slot_ptr, keys_ptr, mask_ptr,
     stride_qb, stride_qh, stride_qt, stride_qd,
     stride_kb, stride_kg, stride_ks, stride_kd,
     stride_vb, stride_vg, stride_vs, stride_vd,
-    scale_log2, S, N, t_begin, t_count, head_begin,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
+    scale_log2, S, N, t_begin, t_count, head_begin, heads, group,
+    BLOCK: tl.constexpr, WIDTH: tl.constexpr,
     CHOSEN: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, V: tl.constexpr, VP: tl.constexpr,
     SHARE: tl.constexpr, SPAN: tl.constexpr, M: tl.constexpr, TILE_N: tl.constexpr,
     STAGES: tl.constexpr, PLAIN: tl.constexpr, MASKED: tl.constexpr, EXACT_DOT: tl.constexpr,
@@ -142,7 +143,7 @@ def shared_block_fwd_kernel(
         column = tl.load(work_ptr + item * 4)
         begin, end = tl.load(work_ptr + item * 4 + 1), tl.load(work_ptr + item * 4 + 2)
         slice_list, c = (column // N).to(tl.int64), column % N
-        b, h, g = heads_of(head_begin + slice_list, HEADS, GROUP, SHARE)
+        b, h, g = heads_of(head_begin + slice_list, heads, group, SHARE)
         slot, keys = block_of(slot_ptr, keys_ptr, b, c, S, N, BLOCK, PLAIN)
         d_D, v_V, n_N = tl.arange(0, DP), tl.arange(0, VP), tl.arange(0, TILE_N)
         e_M, head_M, known_M = entries_of(tl.program_id(1), M, SHARE, SPAN)
@@ -205,15 +206,15 @@ def _tile_of_block(
     return k_ND, v_NV
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def large_block_fwd_kernel(
     q_ptr, k_ptr, v_ptr, list_ptr, work_ptr, items_ptr, part_ptr, stat_ptr,
     slot_ptr, keys_ptr, mask_ptr,
     stride_qb, stride_qh, stride_qt, stride_qd,
     stride_kb, stride_kg, stride_ks, stride_kd,
     stride_vb, stride_vg, stride_vs, stride_vd,
-    scale_log2, S, N, t_begin, t_count, head_begin,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
+    scale_log2, S, N, t_begin, t_count, head_begin, heads, group,
+    BLOCK: tl.constexpr, WIDTH: tl.constexpr,
     CHOSEN: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, V: tl.constexpr, VP: tl.constexpr,
     SHARE: tl.constexpr, SPAN: tl.constexpr, M: tl.constexpr, TILE_N: tl.constexpr,
     STAGES: tl.constexpr, PLAIN: tl.constexpr, MASKED: tl.constexpr, BY_TMA: tl.constexpr,
@@ -226,7 +227,7 @@ def large_block_fwd_kernel(
         column = tl.load(work_ptr + item * 4)
         begin, end = tl.load(work_ptr + item * 4 + 1), tl.load(work_ptr + item * 4 + 2)
         slice_list, c = column // N, column % N
-        b, h, g = heads_of(head_begin + slice_list, HEADS, GROUP, SHARE)
+        b, h, g = heads_of(head_begin + slice_list, heads, group, SHARE)
         slot, keys = block_of(slot_ptr, keys_ptr, b, c, S, N, BLOCK, PLAIN)
         d_D, v_V = tl.arange(0, DP), tl.arange(0, VP)
         n_N = tl.arange(0, TILE_N)

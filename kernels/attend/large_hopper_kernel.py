@@ -32,6 +32,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from sparsify.kernels.attend.pieces import LENGTHS
+
 __all__ = ["large_block_hopper_fwd_kernel"]
 
 _Q_SLOTS = gl.constexpr(2)
@@ -55,7 +57,7 @@ def _work_item(work_ptr, item, items):
 def _fetch_keys(
     k_desc, v_desc, k_slots, v_slots, k_full, k_empty, v_full, v_empty,
     work_ptr, items, block, N, head_begin,
-    HEADS: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr,
+    heads, group, D: gl.constexpr,
     TILE_N: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """One warp: keys and values of every item, tile by tile."""
@@ -64,7 +66,7 @@ def _fetch_keys(
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
         column, _, _ = _work_item(work_ptr, item, items)
         head, c = head_begin + column // N, column % N
-        b, g = head // HEADS, head % HEADS // GROUP
+        b, g = head // heads, head % heads // group
         for j in range(0, block, TILE_N):
             at, parity = step % STAGES, step // STAGES & 1
             where = [b, g, c * block + j, 0]
@@ -81,7 +83,7 @@ def _fetch_keys(
 def _gather_queries(
     q_ptr, q_slots, q_full, q_empty, list_ptr, work_ptr, items, N, head_begin, t_begin,
     stride_qb, stride_qh, stride_qt,
-    HEADS: gl.constexpr, WIDTH: gl.constexpr, D: gl.constexpr,
+    heads, WIDTH: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
     """Four warps: the query rows of every item, one item ahead of the products."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
@@ -91,7 +93,7 @@ def _gather_queries(
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
         column, begin, end = _work_item(work_ptr, item, items)
         head = head_begin + column // N
-        base = q_ptr + (head // HEADS).to(gl.int64) * stride_qb + head % HEADS * stride_qh
+        base = q_ptr + (head // heads).to(gl.int64) * stride_qb + head % heads * stride_qh
         first, second = begin + m_M, begin + _HALF + m_M
         # Places behind the list take query 0 of the slice: it is there, and nobody stores it.
         first_M = t_begin + gl.load(list_ptr + first, mask=first < end, other=0) // WIDTH
@@ -241,14 +243,13 @@ def _attend(
         column, begin, end = next_column, next_begin, next_end
 
 
-@gluon.jit(do_not_specialize=["block", "N", "t_begin", "t_count", "head_begin"])
+@gluon.jit(do_not_specialize=[*LENGTHS, "block"])
 def large_block_hopper_fwd_kernel(
     q_ptr, k_desc, v_desc, list_ptr, work_ptr, items_ptr, part_ptr, stat_ptr,
     stride_qb, stride_qh, stride_qt,
-    scale_log2, block, N, t_begin, t_count, head_begin,
-    HEADS: gl.constexpr, GROUP: gl.constexpr, WIDTH: gl.constexpr,
-    CHOSEN: gl.constexpr, D: gl.constexpr, TILE_N: gl.constexpr, STAGES: gl.constexpr,
-    BY_TURNS: gl.constexpr,
+    scale_log2, block, N, t_begin, t_count, head_begin, heads, group,
+    WIDTH: gl.constexpr, CHOSEN: gl.constexpr, D: gl.constexpr, TILE_N: gl.constexpr,
+    STAGES: gl.constexpr, BY_TURNS: gl.constexpr,
 ):  # fmt: skip
     """All work items of a slice; `block` keys are at least two tiles."""
     q_layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
@@ -287,10 +288,10 @@ def large_block_hopper_fwd_kernel(
         )),
         (_gather_queries, (
             q_ptr, q_slots, q_full, q_empty, list_ptr, work_ptr, items, N, head_begin, t_begin,
-            stride_qb, stride_qh, stride_qt, HEADS, WIDTH, D,
+            stride_qb, stride_qh, stride_qt, heads, WIDTH, D,
         )),
         (_fetch_keys, (
             k_desc, v_desc, k_slots, v_slots, k_full, k_empty, v_full, v_empty,
-            work_ptr, items, block, N, head_begin, HEADS, GROUP, D, TILE_N, STAGES,
+            work_ptr, items, block, N, head_begin, heads, group, D, TILE_N, STAGES,
         )),
     ], [4, 4, 1], [216, 56, 24])  # fmt: skip

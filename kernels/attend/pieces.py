@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 __all__ = [
+    "LENGTHS",
     "block_of",
     "dot",
     "entries_of",
@@ -17,6 +18,9 @@ __all__ = [
     "softmax_step",
 ]
 
+# One compilation serves all lengths and head counts.
+LENGTHS = ["S", "T", "N", "start", "t_begin", "t_count", "head_begin", "heads", "group"]
+
 
 @triton.jit
 def dot(a, b, EXACT_DOT: tl.constexpr):
@@ -25,11 +29,11 @@ def dot(a, b, EXACT_DOT: tl.constexpr):
 
 
 @triton.jit
-def heads_of(first_list, HEADS: tl.constexpr, GROUP: tl.constexpr, SHARE: tl.constexpr):
+def heads_of(first_list, heads, group, SHARE: tl.constexpr):
     """Batch row, first query head and key group of a list; lists are counted through the batch."""
-    lists: tl.constexpr = HEADS // SHARE
+    lists = heads // SHARE
     b, h = first_list // lists, first_list % lists * SHARE
-    return b, h, h // GROUP
+    return b, h, h // group
 
 
 @triton.jit

@@ -11,20 +11,20 @@ Legend: M heads of a tile, N keys of a tile, D key size, V value size.
 import triton
 import triton.language as tl
 
-from sparsify.kernels.attend.pieces import block_of, dot, heads_of, safe_top, softmax_step
+from sparsify.kernels.attend.pieces import LENGTHS, block_of, dot, heads_of, safe_top, softmax_step
 
 __all__ = ["query_block_fwd_kernel", "shared_query_fwd_kernel"]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def query_block_fwd_kernel(
     q_ptr, k_ptr, v_ptr, idx_ptr, part_ptr, stat_ptr,
     slot_ptr, keys_ptr, mask_ptr,
     stride_qb, stride_qh, stride_qt, stride_qd,
     stride_kb, stride_kg, stride_ks, stride_kd,
     stride_vb, stride_vg, stride_vs, stride_vd,
-    scale_log2, S, N, t_begin, t_count, head_begin,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
+    scale_log2, S, N, t_begin, t_count, head_begin, heads, group,
+    BLOCK: tl.constexpr, WIDTH: tl.constexpr,
     CHOSEN: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, V: tl.constexpr, VP: tl.constexpr,
     TILE_N: tl.constexpr, STAGES: tl.constexpr, PLAIN: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
@@ -33,8 +33,8 @@ def query_block_fwd_kernel(
     place = tl.program_id(0) % CHOSEN
     slice_head = tl.program_id(1).to(tl.int64)
     head = head_begin + slice_head
-    b, h = head // HEADS, head % HEADS
-    g = h // GROUP
+    b, h = head // heads, head % heads
+    g = h // group
     at = (slice_head * t_count + i) * WIDTH + place
     c = tl.load(idx_ptr + at)
     if c >= 0:
@@ -81,15 +81,15 @@ def query_block_fwd_kernel(
         tl.store(stat_ptr + 2 * at + 1 + one, total)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def shared_query_fwd_kernel(
     q_ptr, k_ptr, v_ptr, idx_ptr, part_ptr, stat_ptr,
     slot_ptr, keys_ptr, mask_ptr,
     stride_qb, stride_qh, stride_qt, stride_qd,
     stride_kb, stride_kg, stride_ks, stride_kd,
     stride_vb, stride_vg, stride_vs, stride_vd,
-    scale_log2, S, N, t_begin, t_count, head_begin,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
+    scale_log2, S, N, t_begin, t_count, head_begin, heads, group,
+    BLOCK: tl.constexpr, WIDTH: tl.constexpr,
     CHOSEN: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, V: tl.constexpr, VP: tl.constexpr,
     SHARE: tl.constexpr, M: tl.constexpr, TILE_N: tl.constexpr, STAGES: tl.constexpr,
     PLAIN: tl.constexpr, MASKED: tl.constexpr, EXACT_DOT: tl.constexpr,
@@ -102,7 +102,7 @@ def shared_query_fwd_kernel(
     at = (slice_list * t_count + i) * WIDTH + place
     c = tl.load(idx_ptr + at)
     if c >= 0:
-        b, h, g = heads_of(head_begin + slice_list, HEADS, GROUP, SHARE)
+        b, h, g = heads_of(head_begin + slice_list, heads, group, SHARE)
         slot, keys = block_of(slot_ptr, keys_ptr, b, c, S, N, BLOCK, PLAIN)
         d_D, v_V, n_N = tl.arange(0, DP), tl.arange(0, VP), tl.arange(0, TILE_N)
         head_M = tl.program_id(1) % slices * M + tl.arange(0, M)
