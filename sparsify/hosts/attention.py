@@ -75,11 +75,10 @@ def sparsify_attention(
                 return run_sparse(call, means).transpose(1, 2).contiguous(), None
         reason = "observed" if fallback is None else FALLBACK + fallback
     _count(module, f"{'dense' if chosen is None else 'sparse by itself'}: {reason}")
-    dense = _dense_function(module)
     mask = attention_mask.dense() if isinstance(attention_mask, SparsityMask) else attention_mask
     if chosen is not None:
         mask = chosen_only(module, query, key, mask, chosen, kwargs.get("position_ids"))
-    out: tuple[torch.Tensor, torch.Tensor | None] = dense(
+    out: tuple[torch.Tensor, torch.Tensor | None] = _dense_function(module)(
         module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs
     )
     return out

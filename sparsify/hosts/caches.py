@@ -163,7 +163,7 @@ class SparseDynamicLayer(DynamicLayer):  # type: ignore[misc]
     def reset(self) -> None:
         super().reset()
         self.block_means.reset()
-        self.index_keys.reset()
+        self.index_keys.reset(self.get_seq_length())
 
     def crop(self, tokens_to_remove: int) -> None:
         super().crop(tokens_to_remove)
@@ -265,7 +265,9 @@ def cache_use(cache: Any, layer_idx: int, *, indexed: bool = False) -> CacheUse:
         return CacheUse(layer=layer, index_keys=layer.index_keys)
     if layer_idx >= len(cache.layers):
         return CacheUse("the cache has no layer for this module")
-    if indexed and type(cache.layers[layer_idx]) is StaticLayer:
+    static = type(cache.layers[layer_idx]) is StaticLayer
+    # older versions count the tokens of a static layer elsewhere
+    if indexed and static and hasattr(cache.layers[layer_idx], "cumulative_length"):
         cache.layers[layer_idx] = _indexed_static(cache.layers[layer_idx])
     index_keys = getattr(cache.layers[layer_idx], "index_keys", None)
     known = index_keys if isinstance(index_keys, IndexKeys) else None

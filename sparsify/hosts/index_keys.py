@@ -58,9 +58,11 @@ class IndexKeys:
         if self.keys_B1SI is not None:
             self.keys_B1SI = self.keys_B1SI[rows.to(self.keys_B1SI.device)]
 
-    def reset(self) -> None:
-        """Forget everything."""
-        self.keys_B1SI = self._offered = self._ready = None
+    def reset(self, kept: int = 0) -> None:
+        """Forget everything; older versions of transformers keep the keys, as zeros."""
+        self._offered = self._ready = None
+        known = self.keys_B1SI
+        self.keys_B1SI = torch.zeros_like(known) if known is not None and kept else None
 
     def move(self, device: Any) -> None:
         """To another device."""
@@ -98,7 +100,7 @@ class StaticIndexKeys(IndexKeys):
     def crop(self, n_S: int) -> None:
         """Slots beyond the keys in use are written anew."""
 
-    def reset(self) -> None:
+    def reset(self, kept: int = 0) -> None:
         """The layer is empty again; the memory stays where it is."""
         self._offered = self._ready = None
         self.whole = True

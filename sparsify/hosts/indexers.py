@@ -120,35 +120,38 @@ def new_indexer(
     above = layer.fqn.rpartition(".")[0]
     own = projections_of(module, model.get_submodule(above), head_dim)
     if known is None:
-        hidden, groups = _sizes(module, own, layer)
-        turning = rotary_of(model, module, layer.fqn, head_dim)
-    else:
-        hidden, groups, turning = known.hidden_size, known.groups, known.rotary
-        own = own if own is not None and _fits(own, known) else None
-    columns = turning_columns(
-        layer.index_dim, head_dim, turning.width, groups, interleaved=turning.tables_interleaved
-    )
+        rotary = rotary_of(model, module, layer.fqn, head_dim)
+        known = Known(*_sizes(module, own, layer), head_dim, rotary)
+    elif own is not None and not _fits(own, known):
+        own = None
+    indexer = _empty(module, layer.index_dim, known, bias=own is not None and own.bias)
+    if start_it and own is None:
+        _log.warning("the projections of %s are not known; its indexer starts at random", layer.key)
+    elif start_it and own is not None and not indexer.k_proj.weight.is_meta:
+        step = 2 if known.rotary.tables_interleaved else 1
+        columns = indexer.columns.tolist()
+        pairs = [column // step for column in columns[: len(columns) // 2]]
+        _write(indexer, *start(own, layer.index_dim, pairs, known.rotary))
+    return indexer.train(module.training)
+
+
+def _empty(module: nn.Module, index_dim: int, known: Known, *, bias: bool) -> MSAIndexer:
+    """An indexer without weights of use, of the dtype and on the device of the layer's."""
+    rotary, norm = known.rotary, _norm_of(module, known.head_dim)
+    sizes = (index_dim, known.head_dim, rotary.width, known.groups)
     weight = next(module.parameters())
     wanted = weight.dtype if weight.dtype.is_floating_point else torch.get_default_dtype()
-    norm = _norm_of(module, head_dim)
-    indexer = MSAIndexer(
-        hidden,
-        groups,
-        layer.index_dim,
-        columns=columns,
+    return MSAIndexer(
+        known.hidden_size,
+        known.groups,
+        index_dim,
+        columns=turning_columns(*sizes, interleaved=rotary.tables_interleaved),
         norm=norm is not None,
-        bias=own is not None and own.bias,
+        bias=bias,
         eps=_eps_of(norm),
         dtype=wanted,
         device=weight.device,
     )
-    if start_it and own is None:
-        _log.warning("the projections of %s are not known; its indexer starts at random", layer.key)
-    elif start_it and own is not None and not weight.is_meta:
-        step = 2 if turning.tables_interleaved else 1
-        pairs = [column // step for column in columns[: len(columns) // 2]]
-        _write(indexer, *start(own, layer.index_dim, pairs, turning))
-    return indexer.train(module.training)
 
 
 def _fits(own: Projections, known: Known) -> bool:

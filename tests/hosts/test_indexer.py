@@ -86,6 +86,8 @@ def test_a_cropped_static_cache_goes_on_from_there():
     cache = StaticCache(config=model.config, max_cache_len=80)
     wrong = torch.cat([ids[:, :40], ids[:, 41:50]], 1)
     in_steps(model, wrong, (49,), cache)
+    if not hasattr(cache.layers[0], "crop"):
+        pytest.skip("this version of transformers cannot crop it")
     cache.crop(-9)
     found = in_steps(model, ids[:, 40:], (20, 21), cache)
     assert relative(found, logits(model, ids, use_cache=False)[:, 40:]) < 1e-4
