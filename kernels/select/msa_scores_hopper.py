@@ -10,6 +10,7 @@ Legend: M rows of a half, N keys of a block, D index size.
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -26,7 +27,15 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from sparsify.kernels.select.msa_scores import LENGTHS, largest, sorting_number
 
-__all__ = ["BLOCK", "TILE_ROWS", "Keys", "constants", "keys_of", "msa_scores_hopper_fwd_kernel"]
+__all__ = [
+    "BLOCK",
+    "TILE_ROWS",
+    "Keys",
+    "constants",
+    "is_matrix",
+    "keys_of",
+    "msa_scores_hopper_fwd_kernel",
+]
 
 BLOCK = 128
 TILE_ROWS = 256
@@ -54,8 +63,24 @@ class Keys(NamedTuple):
     column_of_head: int
 
 
+def is_matrix(ik: torch.Tensor) -> bool:
+    """Whether keys are rows of one matrix that the tensor memory accelerator reads."""
+    return _matrix(ik) is not None
+
+
 def keys_of(ik: torch.Tensor) -> Keys | None:
     """Keys `[B, 1 or G, S, I]` as a matrix of 16-byte aligned rows; None where they are none."""
+    found = _matrix(ik)
+    if found is None:
+        return None
+    shape, places = found
+    layout = _layout(ik.shape[3], ik.dtype)
+    matrix = TensorDescriptor(ik, [*shape], [ik.stride(2), 1], [BLOCK, ik.shape[3]], layout)
+    return Keys(matrix, *places)
+
+
+def _matrix(ik: torch.Tensor) -> tuple[tuple[int, int], tuple[int, int, int, int]] | None:
+    """Rows and columns, and where the heads begin: rows and columns of a batch row and a head."""
     batch, heads, slots, size = ik.shape
     row, item = ik.stride(2), ik.element_size()
     if ik.dtype not in _ELEMENTS or ik.stride(3) != 1 or not ik.numel() or row < size:
@@ -67,9 +92,12 @@ def keys_of(ik: torch.Tensor) -> Keys | None:
     aligned = all(x * item % 16 == 0 for x in (row, column_b, column_g))
     if columns > row or not aligned or ik.data_ptr() % 16:
         return None
-    layout = gl.NVMMASharedLayout.get_default_for([BLOCK, size], _ELEMENTS[ik.dtype])
-    matrix = TensorDescriptor(ik, [rows, columns], [row, 1], [BLOCK, size], layout)
-    return Keys(matrix, row_b, row_g, column_b, column_g)
+    return (rows, columns), (row_b, row_g, column_b, column_g)
+
+
+@functools.cache
+def _layout(size: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout.get_default_for([BLOCK, size], _ELEMENTS[dtype])
 
 
 def constants(dtype: torch.dtype, size: int) -> dict[str, object]:

@@ -69,10 +69,9 @@ def of_one_kind(iq: Tensor, ik: Tensor) -> tuple[Tensor, Tensor]:
 
 def fits_gluon(iq: Tensor, ik: Tensor, placement: Placement, block_size: int) -> bool:
     """Whether the tiles of the Gluon kernel fit a call."""
-    shape_fits = block_size == hopper.BLOCK and iq.shape[-1] in (64, 128)
-    return (
-        placement.plain and shape_fits and iq.dtype == ik.dtype and hopper.keys_of(ik) is not None
-    )
+    if not placement.plain or block_size != hopper.BLOCK or iq.dtype != ik.dtype:
+        return False
+    return iq.shape[-1] in (64, 128) and hopper.is_matrix(ik)
 
 
 @functools.cache

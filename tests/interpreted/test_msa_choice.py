@@ -54,6 +54,7 @@ def test_choices_are_the_reference_s(block, keys, topk, shared, local):
         (18, 17),
         (40, 18),
         (36, 35),
+        (70, 40),
     ],
 )
 def test_lists_of_every_length(blocks, topk, local):
@@ -203,9 +204,9 @@ def test_a_key_that_is_not_finite(value, local):
 
 
 @pytest.mark.parametrize("block", [4, 40])
-def test_the_kernel_s_own_maxima(block, quick_maxima, monkeypatch):
+def test_the_kernel_s_own_maxima(block, quick_reductions, monkeypatch):
     """Not numpy's in their place: NaN wins over any number, of several tiles too."""
-    monkeypatch.setattr(ReduceOps, "apply_impl", quick_maxima)
+    monkeypatch.setattr(ReduceOps, "apply_impl", quick_reductions)
     x = inputs(groups=1, queries=2, keys=130)
     x.ik[0, 0, 50, 3] = NAN
     check(x, block, 3)
