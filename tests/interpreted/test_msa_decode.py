@@ -26,6 +26,13 @@ def path(request, monkeypatch):
     monkeypatch.setattr(decoding, "_sm_count", lambda _: count)
 
 
+@pytest.fixture(params=["inside, a program per list", "union, a program per place"])
+def local(request, monkeypatch):
+    """Both rules, each with one way to attend a list."""
+    monkeypatch.setattr(decoding, "_sm_count", lambda _: 10**6 if "place" in request.param else 1)
+    return request.param.split(",")[0]
+
+
 @pytest.fixture
 def short_segments(monkeypatch):
     """Lists that several programs rank."""
@@ -33,12 +40,11 @@ def short_segments(monkeypatch):
     monkeypatch.setattr(decode_choice, "CHUNK", 8)
 
 
-@pytest.mark.parametrize("local", LOCALS)
 @pytest.mark.parametrize(
     ("block", "keys", "topk"),
     [(16, 100, 3), (24, 131, 4), (48, 200, 2), (130, 500, 2), (16, 15, 3), (16, 64, 4)],
 )
-def test_blocks_and_places(block, keys, topk, local, path):
+def test_blocks_and_places(block, keys, topk, local):
     check(case(block=block, keys=keys, topk=topk, local=local, queries=2))
 
 
@@ -47,15 +53,14 @@ def test_numbers_of_queries(queries, path):
     check(case(queries=queries, keys=75))
 
 
-@pytest.mark.parametrize("local", LOCALS)
 @pytest.mark.parametrize("topk", [1, 7, 8, 1000])
-def test_own_block_alone_and_dense(topk, local, path):
-    check(case(queries=3, topk=topk, local=local))
+def test_own_block_alone_and_dense(topk, local):
+    check(case(queries=2, topk=topk, local=local))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize(
-    ("size", "value_size", "index_size"), [(16, 24, 40), (80, 16, 16), (1, 1, 1)]
+    ("size", "value_size", "index_size", "dtype"),
+    [(16, 24, 40, torch.float32), (80, 16, 16, torch.float16), (1, 1, 1, torch.float32)],
 )
 def test_head_sizes(size, value_size, index_size, dtype, path):
     check(case(size=size, value_size=value_size, index_size=index_size, dtype=dtype, queries=2))
@@ -68,8 +73,8 @@ def test_wide_heads(size):
 
 @pytest.mark.parametrize(("heads", "groups"), [(7, 1), (3, 3), (32, 2), (20, 1)])
 @pytest.mark.parametrize("shared", [True, False])
-def test_head_ratios(heads, groups, shared, path):
-    check(case(heads=heads, groups=groups, index_heads=1 if shared else groups, queries=3))
+def test_head_ratios(heads, groups, shared):
+    check(case(heads=heads, groups=groups, index_heads=1 if shared else groups, queries=2))
 
 
 @pytest.mark.parametrize("scale", [0.7, 1e-3])
@@ -105,10 +110,8 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize(("local", "processors"), [("inside", 1), ("union", 10**6)])
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_layouts(name, local, processors, monkeypatch):
-    monkeypatch.setattr(decoding, "_sm_count", lambda _: processors)
+def test_layouts(name, local):
     check(case(batch=2, queries=3, local=local, **LAYOUTS[name]))
 
 
@@ -142,9 +145,8 @@ def test_empty_calls(batch, queries, keys):
 # Pages
 
 
-@pytest.mark.parametrize("local", LOCALS)
 @pytest.mark.parametrize("block", [16, 48])
-def test_pages_give_the_bits_of_contiguous_keys(block, local, path):
+def test_pages_give_the_bits_of_contiguous_keys(block, local):
     x = case(batch=2, queries=2, block=block, keys=4 * block, local=local, kv_len=[61, 40])
     assert same_bits(attend(in_pages(x)), check(x))
     check(in_pages(x))
@@ -179,15 +181,13 @@ def test_index_keys_by_descriptors(block, paged, local, monkeypatch):
 # Choice
 
 
-@pytest.mark.parametrize("local", LOCALS)
-def test_equal_scores_go_to_the_lower_block(local, path):
+def test_equal_scores_go_to_the_lower_block(local):
     x = case(queries=2, keys=120, topk=4, local=local)
     check(x._replace(iq=torch.zeros_like(x.iq)))
     check(x._replace(iq=x.iq.sign(), ik=x.ik.round().clamp(-1, 1)))
 
 
-@pytest.mark.parametrize("local", LOCALS)
-@pytest.mark.parametrize("topk", [2, 4, 20])
+@pytest.mark.parametrize(("topk", "local"), [(2, "inside"), (4, "union"), (20, "inside")])
 def test_segments(topk, local, short_segments, monkeypatch):
     monkeypatch.setattr(decoding, "_sm_count", lambda _: 10**6)
     check(case(queries=2, keys=600, topk=topk, local=local))
@@ -205,9 +205,8 @@ def test_chunks_of_one_program(short_segments, monkeypatch):
     check(case(queries=2, keys=600, topk=4))
 
 
-@pytest.mark.parametrize("local", LOCALS)
 @pytest.mark.parametrize("block", [16, 40])
-def test_scores_that_are_not_finite(block, local, path):
+def test_scores_that_are_not_finite(block, local):
     """NaN ranks last, -inf in front of it, +inf first."""
     x = case(queries=2, keys=6 * block, block=block, topk=3, local=local)
     x.iq.abs_().add_(0.1)
@@ -307,7 +306,6 @@ def test_buffers_that_nobody_wrote(name, path, monkeypatch):
 # Rows and their neighbours
 
 
-@pytest.mark.parametrize("local", LOCALS)
 def test_a_row_does_not_depend_on_its_batch(local):
     x = case(batch=3, queries=2, local=local, kv_len=[97, 33, 64])
     whole = attend(x)
@@ -376,7 +374,6 @@ def test_scales_that_are_not_positive_are_refused():
 # The op
 
 
-@pytest.mark.parametrize("local", LOCALS)
 @pytest.mark.parametrize("paged", [False, True])
 def test_ops_choose_and_attend_alike(paged, local):
     """The select op, the fused op and a recorded call choose by the same kernels."""
