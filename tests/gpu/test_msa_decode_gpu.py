@@ -25,6 +25,8 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
+WHOLE = 8704  # 68 whole blocks, for pages
+
 
 def base(**given):
     """The shape that most tests share: 67 blocks, the last one short."""
@@ -191,7 +193,7 @@ def test_pages_give_the_bits_of_contiguous_keys(block, index_dtype, local, path)
 @pytest.mark.parametrize("queries", [1, 8])
 def test_a_row_does_not_depend_on_its_batch(queries):
     lengths = [8640, 40, 5000, 128 * 16, 8000, 129, 0, 7777]
-    x = base(batch=8, queries=queries, kv_len=lengths)
+    x = base(batch=8, queries=queries, keys=WHOLE, kv_len=lengths)
     whole = attend(x)
     many = in_pages(x)
     wide = many._replace(
@@ -270,7 +272,7 @@ def test_buffers_that_nobody_wrote(path, monkeypatch):
 @pytest.mark.parametrize("paged", [False, True])
 @pytest.mark.parametrize("batch", [1, 20])
 def test_a_captured_graph_is_replayed_with_other_lengths(batch, paged):
-    x = base(batch=batch, queries=4, kv_len=[8000] * batch)
+    x = base(batch=batch, queries=4, keys=WHOLE, kv_len=[8000] * batch)
     x = in_pages(x) if paged else x
     attend(x)  # compiles
     torch.cuda.synchronize()
@@ -301,7 +303,7 @@ def test_calls_in_a_row_do_not_disturb_each_other():
 
 
 def test_nothing_waits_for_the_device():
-    x = in_pages(base(batch=2, queries=2, kv_len=[8000, 70]))
+    x = in_pages(base(batch=2, queries=2, keys=WHOLE, kv_len=[8000, 70]))
     attend(x)
     torch.cuda.set_sync_debug_mode("error")
     try:
