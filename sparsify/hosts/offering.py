@@ -79,8 +79,10 @@ def _indexed(
 def _argument(
     module: torch.nn.Module, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
+    if name in kwargs:
+        return kwargs[name]
     place = _place(type(module).forward, name)
-    return args[place] if 0 <= place < len(args) else kwargs.get(name)
+    return args[place] if 0 <= place < len(args) else None
 
 
 @functools.cache

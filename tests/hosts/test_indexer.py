@@ -95,6 +95,18 @@ def test_a_cropped_static_cache_goes_on_from_there():
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "static"])
+@pytest.mark.parametrize("fields", [{"min_context": 30}, {"decode": "dense"}])
+def test_index_keys_are_kept_while_calls_run_dense_by_wish(kind, fields):
+    model, ids = learned(build("llama"), **fields), tokens(1, 61)
+    sizes = dict(config=model.config)
+    cache = DynamicCache(**sizes) if kind == "dynamic" else StaticCache(**sizes, max_cache_len=80)
+    in_steps(model, ids, (20, 21, 22, 61), cache)
+    check_sparse(model)
+    counts = host.call_counts(model)["model.layers.1.self_attn"]
+    assert counts["sparse"] == (1 if "min_context" in fields else 2) and sum(counts.values()) == 4
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
 def test_a_cache_filled_without_index_keys_runs_dense_and_says_so(kind):
     original, ids = build("llama"), tokens(1, 40)
     if kind == "dynamic":

@@ -88,6 +88,7 @@ def test_weights_that_are_missing_or_of_another_shape_are_errors(change, tmp_pat
         AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
+@pytest.mark.slow
 def test_the_checks_pass_and_name_what_was_added(tmp_path):
     result = trained()
     folder = sp.export(result, tmp_path / "out")
