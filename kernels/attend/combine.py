@@ -215,7 +215,8 @@ def _combine_tile(
             lo_M, hi_M, stride_ks, stride_kd, stride_vs, stride_vd, scale_log2, end,
             D, DP, V, VP, True, CLEAN, MASKED, EXACT_DOT,
         )  # fmt: skip
-    odd = tl.sum(tl.sum(acc_MV * 0.0, 1), 0) != 0.0
+    # Not a sum of sums: triton 3.6 has no layout for one on sm_100.
+    odd = tl.sum(tl.reshape(acc_MV * 0.0, [M * VP]), 0) != 0.0
     if CHOSEN > 0:
         top_M, sum_M, acc_MV = _with_past(
             top_M, sum_M, acc_MV, idx_ptr, part_ptr, stat_ptr, slice_list, i_M, head_M,

@@ -77,7 +77,7 @@ CASES = {
 }
 # Registers held down to run two programs at once, or masks beside everything else: what does not
 # fit goes to the stack.
-HELD_DOWN = {"4096/12 by TMA": 64, "128/8 masked": 64}
+HELD_DOWN = {"4096/12 by TMA": 64, "128/8 masked": 96}
 TENSOR_CORES = ("128/8", "512/3", "512/3 by TMA", "4096/12", "4096/12 by TMA", "64/16 d64")
 
 
