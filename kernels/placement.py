@@ -31,7 +31,7 @@ class Placement(NamedTuple):
     slot_BN, keys_BN: first key slot of a block, and how many slots it has (0: there is no block).
     own_BT: whether the query stands in a block at all, be it one without a real key.
     real_BN: whether a block holds a real key; None when all do.
-    key_mask: as in the layout.
+    key_mask: as in the layout, contiguous.
     blocks: N.
     start: slot of query 0 in a plain call; may be negative.
     """
@@ -79,8 +79,9 @@ def place(layout: Layout, batch: int, q_len: int, slots: int, block_size: int) -
     last_BM = count_BM.cumsum(1)
     table = _block_table(spans, keys_BM, last_BM, last_BM - count_BM, blocks, block_size)
     first, end, lo, hi, own = _rows(spans, keys_BM, last_BM - count_BM, count_BM, q_len, block_size)
-    real = None if layout.key_mask is None else _has_real_key(layout.key_mask, *table)
-    return Placement(blocks, 0, first, end, lo, hi, own, *table, real, layout.key_mask)
+    mask = None if layout.key_mask is None else layout.key_mask.contiguous()
+    real = None if mask is None else _has_real_key(mask, *table)
+    return Placement(blocks, 0, first, end, lo, hi, own, *table, real, mask)
 
 
 def _spans(layout: Layout, batch: int, q_len: int, slots: int, device: torch.device) -> _Spans:
