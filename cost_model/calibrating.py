@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,6 +50,8 @@ LEAST_RUNS = 4
 # Kept when a calibration is merged into a file that has them: they may be of better kernels than
 # those that torch brings along.
 KEPT = ("dense_prefill", "dense_decode", "dense_backward")
+LARGEST_ERROR = 10.0  # that a file may say
+MOST_ERROR = 0.5  # an entry that is further off says less than a range
 
 
 @dataclass(frozen=True)
@@ -145,7 +147,7 @@ def _entry(runs: list[FamilyRun]) -> FamilyEfficiency:
         block_size=runs[0].block_size,
         efficiency=float(f"{min(efficiency, MOST_EFFICIENT):.4g}"),
         overhead_us=round(1e3 * whole.overhead_ms, 2),
-        error=round(_bounded_fit(seen, family).mean_error(unseen), 4),
+        error=min(round(_bounded_fit(seen, family).mean_error(unseen), 4), LARGEST_ERROR),
         points=len(rows),
         contexts=(min(lengths), max(lengths)),
     )
@@ -166,16 +168,26 @@ def _bounded_fit(rows: Sequence[Row], family: str) -> Fit:
 
 
 def calibration_of(
-    runs: Iterable[FamilyRun], gpu: Gpu, *, date: str, software: dict[str, str], source: str
+    runs: Iterable[FamilyRun],
+    gpu: Gpu,
+    *,
+    date: str,
+    software: dict[str, str],
+    source: str,
+    leave_out: Callable[[FamilyEfficiency], None] = lambda _: None,
 ) -> Calibration:
-    """The calibration that the runs give.
+    """The calibration that the runs give; entries that miss by more than `MOST_ERROR` are handed to
+    `leave_out` and are no part of it.
 
     Raises:
         UsageError: as `fitted`.
     """
-    return Calibration(
-        gpu=gpu.name, date=date, software=software, source=source, families=fitted(runs)
-    )
+    entries = fitted(runs)
+    for entry in entries:
+        if entry.error > MOST_ERROR:
+            leave_out(entry)
+    families = tuple(entry for entry in entries if entry.error <= MOST_ERROR)
+    return Calibration(gpu=gpu.name, date=date, software=software, source=source, families=families)
 
 
 def to_document(found: Calibration) -> dict[str, Any]:

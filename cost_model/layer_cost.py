@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sparsify.cost_model.calibration import Calibration, FamilyEfficiency
 from sparsify.cost_model.configuration import DENSE, Configuration
@@ -202,13 +202,35 @@ def _times(call: _Call, counts: list[StageCounts], bounds: list[StageBound]) -> 
     known = [call.efficiency(stage) for stage in counts]
     if all(known):
         pairs = zip(counts, bounds, known, strict=True)
-        return [_calibrated(call, stage, bound, entry) for stage, bound, entry in pairs if entry]
+        times = [_calibrated(call, stage, bound, entry) for stage, bound, entry in pairs if entry]
+        return _no_gain_from_nothing(call, times)
     if not runs_sparse(call.configuration, call.workload):
         return [
             _calibrated(call, stage, bound, entry) if entry else _dense_range(stage, bound)
             for stage, bound, entry in zip(counts, bounds, known, strict=True)
         ]
     return _sparse_range(call, counts, bounds)
+
+
+def _no_gain_from_nothing(call: _Call, times: list[TimeEstimate]) -> list[TimeEstimate]:
+    """Where every block is kept, the call is dense: it takes no less than dense attention, however
+    little the kernels that it would start otherwise cost in all."""
+    configuration, workload = call.configuration, call.workload
+    if not runs_sparse(configuration, workload):
+        return times
+    if workload.context_tokens > configuration.budget_tokens:
+        return times
+    dense_ms = _dense_of(call).cost.time.expected_ms
+    factor = max(dense_ms / sum(time.expected_ms for time in times), 1.0)
+    return [
+        replace(
+            time,
+            low_ms=time.low_ms * factor,
+            expected_ms=time.expected_ms * factor,
+            high_ms=time.high_ms * factor,
+        )
+        for time in times
+    ]
 
 
 def _calibrated(

@@ -23,7 +23,7 @@ from torch import Tensor
 from sparsify.benches.dense import best, dense_times
 from sparsify.benches.stages import moba_stages_ms
 from sparsify.cost_model.calibrating import FamilyRun, calibration_of, plain_run, stage_run
-from sparsify.cost_model.calibration import Calibration
+from sparsify.cost_model.calibration import Calibration, FamilyEfficiency
 from sparsify.cost_model.configuration import DENSE, PUBLISHED, Configuration
 from sparsify.cost_model.hardware import Gpu
 from sparsify.cost_model.workload import AttentionShape, Phase, Workload
@@ -110,7 +110,18 @@ def calibrate(gpu: Gpu, device: torch.device, sizes: Sizes, say: Say) -> Calibra
     """
     runs = list(measured_runs(gpu, device, sizes, graph_timer(device), say))
     about = machine(device)
-    return calibration_of(runs, gpu, date=about["date"], software=about["software"], source=SOURCE)
+    made = {"date": about["date"], "software": about["software"], "source": SOURCE}
+    return calibration_of(runs, gpu, **made, leave_out=_tell_left_out)
+
+
+def _tell_left_out(entry: FamilyEfficiency) -> None:
+    LOGGER.warning(
+        "%s (group %s, block %s) is left out: its fit misses runs that it did not see by %.0f%%",
+        entry.family,
+        entry.group_size or "any",
+        entry.block_size or "any",
+        100 * entry.error,
+    )
 
 
 def measured_runs(

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from sparsify.cost_model.calibrating import (
+    MOST_ERROR,
+    FamilyRun,
     calibration_of,
     fitted,
     merged,
@@ -200,3 +202,16 @@ def test_merging_into_the_file_of_another_gpu_is_refused(tmp_path):
         merged(PACKAGED, found)
     with pytest.raises(UsageError, match=r"none\.json"):
         merged(tmp_path / "none.json", found)
+
+
+def test_what_misses_by_too_much_is_left_out_and_told():
+    def run(tokens, ms):
+        return FamilyRun("moba_gate", tokens / 1e4, ms, tokens, 4, 128, "invented")
+
+    wild = [run(tokens, ms) for tokens, ms in ((1000, 5.0), (2000, 0.1), (4000, 40.0), (8000, 0.2))]
+    left_out = []
+    found = calibration_of([*every_run(), *wild], H200, **MEANT, leave_out=left_out.append)
+    assert [(entry.family, entry.error > MOST_ERROR) for entry in left_out] == [("moba_gate", True)]
+    assert all(entry.error <= MOST_ERROR for entry in found.families)
+    everything = calibration_of(every_run(), H200, **MEANT, leave_out=left_out.append)
+    assert len(left_out) == 1 and len(everything.families) == len(fitted(every_run()))

@@ -39,6 +39,7 @@ def calibration(*families):
     return Calibration(gpu=H200.name, date="2026-01-01", source="a test", families=families)
 
 
+ROUNDING = 1e-9  # of sums of float64
 MOBA_STAGES = ("moba_means", "moba_gate", "reverse_index", "moba_attention", "combine")
 
 
@@ -59,14 +60,31 @@ def test_stages_sum_to_the_whole():
 
 
 def test_no_time_is_without_a_source():
-    dense = packaged_calibration(H200)
+    measured = packaged_calibration(H200)
+    sources = set()
     for configuration, workload in every_call():
         without = layer_cost(M3, workload, configuration, H200)
         assert without.time.source is Source.BOUND
         assert without.time.ms == without.time.bound_ms
-        known = layer_cost(M3, workload, configuration, H200, calibration=dense)
-        calibrated = known.time.source is Source.CALIBRATED
-        assert calibrated == all(stage.family.startswith("dense") for stage in known.stages)
+        known = layer_cost(M3, workload, configuration, H200, calibration=measured)
+        sizes = {"group_size": M3.group_size, "block_size": configuration.block_size}
+        entries = [measured.efficiency(stage.family, **sizes) for stage in known.stages]
+        assert (known.time.source is Source.CALIBRATED) == all(entries)
+        sources.add(known.time.source)
+    assert sources == {Source.CALIBRATED, Source.BOUND}
+
+
+def test_what_keeps_every_block_gains_nothing_by_calibration():
+    measured = packaged_calibration(H200)
+    configuration = PUBLISHED[1]
+    for context in (1, 128, configuration.budget_tokens, 1 << 17):
+        workload = Workload.of(Phase.PREFILL, context)
+        dense, sparse = (
+            layer_cost(LLAMA_8B, workload, one, H200, calibration=measured).time.expected_ms
+            for one in (DENSE, configuration)
+        )
+        gains = sparse < dense * (1 - ROUNDING)
+        assert gains == (context > configuration.budget_tokens)
 
 
 def test_dense_prefill_bound_is_flops_over_peak():
@@ -148,7 +166,7 @@ def test_the_fixed_time_of_calibrated_dense_calls_neither_shrinks_nor_grows(conf
         ]
         assert calls[0].fixed_ms == pytest.approx(calls[0].time.expected_ms, rel=0.2)
         gain = calls[0].time.expected_ms / calls[1].time.expected_ms
-        assert 0.2 < gain <= 1
+        assert 0.2 < gain <= 1 + ROUNDING
 
 
 def test_a_decode_step_pays_from_the_crossover_on_at_borders_of_blocks_too():
