@@ -17,6 +17,7 @@ from typing import Any
 from sparsify.cost_model.calibration import (
     LEAST_EFFICIENT,
     MOST_EFFICIENT,
+    MOST_ERROR,
     SCHEMA,
     Calibration,
     FamilyEfficiency,
@@ -50,8 +51,7 @@ LEAST_RUNS = 4
 # Kept when a calibration is merged into a file that has them: they may be of better kernels than
 # those that torch brings along.
 KEPT = ("dense_prefill", "dense_decode", "dense_backward")
-LARGEST_ERROR = 10.0  # that a file may say
-MOST_ERROR = 0.5  # an entry that is further off says less than a range
+FAR_OFF = 0.5  # an entry that is further off says less than a range
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ def _entry(runs: list[FamilyRun]) -> FamilyEfficiency:
         block_size=runs[0].block_size,
         efficiency=float(f"{min(efficiency, MOST_EFFICIENT):.4g}"),
         overhead_us=round(1e3 * whole.overhead_ms, 2),
-        error=min(round(_bounded_fit(seen, family).mean_error(unseen), 4), LARGEST_ERROR),
+        error=min(round(_bounded_fit(seen, family).mean_error(unseen), 4), MOST_ERROR),
         points=len(rows),
         contexts=(min(lengths), max(lengths)),
     )
@@ -176,7 +176,7 @@ def calibration_of(
     source: str,
     leave_out: Callable[[FamilyEfficiency], None] = lambda _: None,
 ) -> Calibration:
-    """The calibration that the runs give; entries that miss by more than `MOST_ERROR` are handed to
+    """The calibration that the runs give; entries that miss by more than `FAR_OFF` are handed to
     `leave_out` and are no part of it.
 
     Raises:
@@ -184,9 +184,9 @@ def calibration_of(
     """
     entries = fitted(runs)
     for entry in entries:
-        if entry.error > MOST_ERROR:
+        if entry.error > FAR_OFF:
             leave_out(entry)
-    families = tuple(entry for entry in entries if entry.error <= MOST_ERROR)
+    families = tuple(entry for entry in entries if entry.error <= FAR_OFF)
     return Calibration(gpu=gpu.name, date=date, software=software, source=source, families=families)
 
 
