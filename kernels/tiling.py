@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 
 __all__ = [
+    "MOST_PROGRAMS",
     "AttentionTiles",
     "GateTiles",
     "attention_tiles",
@@ -23,6 +24,7 @@ __all__ = [
 
 SMALL_BLOCK = 128
 HOPPER_SHARED = 227 << 10
+MOST_PROGRAMS = 65_535  # along the second and the third axis of a grid, on an NVIDIA GPU
 
 
 def padded(size: int, least: int = 16) -> int:

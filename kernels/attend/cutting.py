@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 import triton
 from torch import Tensor
 
-from sparsify.kernels.tiling import AttentionTiles, padded, span
+from sparsify.kernels.tiling import MOST_PROGRAMS, AttentionTiles, padded, span
 
 __all__ = ["Chooser", "Parts", "Shape", "Slice", "chunk_of", "slices"]
 
@@ -97,7 +97,7 @@ def slices(
     q: Tensor, v: Tensor, chooser: Chooser, workspace_bytes: int, share: int = 1
 ) -> Iterator[Slice]:
     """Slices of some lists with all queries, or of some queries of one list or of all lists of a
-    batch row."""
+    batch row; never of more lists than a grid takes along its second axis."""
     batch, q_len, lists = q.shape[0], q.shape[2], q.shape[1] // share
     # Partial outputs, maxima and sums, lists both ways.
     row_bytes = share * (chooser.chosen * v.shape[-1] * q.element_size() + 8 * chooser.width)
@@ -106,7 +106,8 @@ def slices(
     unit = lists if chooser.together else 1
     units = batch * lists // unit
     if rows >= unit * q_len:
-        for head, heads in _even(units, rows // (unit * q_len), 1):
+        most = MOST_PROGRAMS // (unit * triton.cdiv(share, span(share)))
+        for head, heads in _even(units, min(rows // (unit * q_len), max(most, 1)), 1):
             yield Slice(head * unit, heads * unit, 0, q_len)
         return
     for number in range(units):

@@ -20,7 +20,7 @@ from sparsify.kernels.attend.q_outer import query_block_fwd_kernel, shared_query
 from sparsify.kernels.attend.shared_hopper import Path, path
 from sparsify.kernels.placement import Placement
 from sparsify.kernels.select.index import reverse_index
-from sparsify.kernels.tiling import padded, span
+from sparsify.kernels.tiling import MOST_PROGRAMS, padded, span
 
 __all__ = [
     "Chooser",
@@ -67,11 +67,13 @@ def dense(
     if not placement.plain:
         placement = _whole_sequences(placement)
     whole = shape._replace(block=padded(max(k.shape[2], 1)))
-    part = Slice(0, q.shape[0] * q.shape[1], 0, q.shape[2])
-    if out.numel() and k.shape[2]:
-        combine(q, k, v, None, None, None, out, lse, placement, whole, part)
-    else:
+    if not out.numel() or not k.shape[2]:
         out.zero_(), lse.fill_(float("-inf"))
+        return out, lse
+    lists = q.shape[0] * q.shape[1]
+    for head in range(0, lists, MOST_PROGRAMS):
+        part = Slice(head, min(MOST_PROGRAMS, lists - head), 0, q.shape[2])
+        combine(q, k, v, None, None, None, out, lse, placement, whole, part)
     return out, lse
 
 

@@ -18,8 +18,8 @@ def block_means_fwd_kernel(
     R: tl.constexpr, STAGES: tl.constexpr, PLAIN: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Sum over the real keys in float32, divided by their number, rounded to the key dtype."""
-    c = tl.program_id(0)
-    b, g = (tl.program_id(1) // groups).to(tl.int64), (tl.program_id(1) % groups).to(tl.int64)
+    c, head = tl.program_id(0) % N, tl.program_id(0) // N
+    b, g = (head // groups).to(tl.int64), (head % groups).to(tl.int64)
     if PLAIN:
         slot = c * BLOCK
         keys = tl.minimum(S - slot, BLOCK)

@@ -13,7 +13,7 @@ from sparsify.kernels.select.gate import (
     gate_packed_fwd_kernel,
 )
 from sparsify.kernels.select.means import block_means_fwd_kernel
-from sparsify.kernels.tiling import gate_tiles, padded
+from sparsify.kernels.tiling import MOST_PROGRAMS, gate_tiles, padded
 
 __all__ = ["Gate", "block_means"]
 
@@ -28,7 +28,7 @@ def block_means(k: Tensor, placement: Placement, block_size: int) -> Tensor:
     batch, groups, slots, size = k.shape
     means = k.new_empty(batch, groups, placement.blocks, size)
     if means.numel():
-        block_means_fwd_kernel[(placement.blocks, batch * groups)](
+        block_means_fwd_kernel[(placement.blocks * batch * groups,)](
             k,
             means,
             placement.slot_BN,
@@ -94,7 +94,12 @@ class Gate:
     def all_rows(self) -> Tensor:
         """Lists of all heads and queries, `[B, H, T, W]`."""
         batch, heads, q_len = self.q.shape[:3]
-        past, _ = self.rows(0, batch * heads, 0, q_len)
+        lists = batch * heads
+        parts = [
+            self.rows(at, min(MOST_PROGRAMS, lists - at), 0, q_len)[0]
+            for at in range(0, max(lists, 1), MOST_PROGRAMS)
+        ]
+        past = parts[0] if len(parts) == 1 else torch.cat(parts)
         return past.view(batch, heads, q_len, self.width)
 
     def rows(self, head: int, heads: int, first: int, count: int) -> tuple[Tensor, None]:

@@ -20,7 +20,7 @@ from sparsify.kernels.select.msa_topk import (
     msa_choice_fwd_kernel,
     msa_exact_fwd_kernel,
 )
-from sparsify.kernels.tiling import padded
+from sparsify.kernels.tiling import MOST_PROGRAMS, padded
 
 __all__ = ["Index", "Path", "path"]
 
@@ -141,7 +141,7 @@ class Index:
         rows, of_batch = (heads, 1) if shared else (1, heads)
         if whole:
             list_bytes = 4 * padded_rows(rows * _QUERY_STEP) * self._blocks(last)
-            step = max(1, self.budget // max(list_bytes, 1))
+            step = max(1, min(self.budget // max(list_bytes, 1), MOST_PROGRAMS))
             begin, end = group // rows, (group + groups) // rows
             for z in range(begin, end, step):
                 yield _Part(z, min(step, end - z), 0, rows, of_batch)
