@@ -108,7 +108,8 @@ def unsupported(
     places = args[3].shape[-1] if listed else options["topk"] + (options.get("local") == "union")
     if places > _MOST_PLACES and (listed or options["topk"] < blocks):
         return f"lists of more than {_MOST_PLACES} blocks do not fit a tile"
-    if blocks >= _MOST_BLOCKS:
+    documents = 0 if layout.cu_seqlens_q is None else layout.cu_seqlens_q.shape[0]
+    if blocks + documents >= _MOST_BLOCKS:  # each may have a block that is not full
         return f"{blocks:,} blocks are too many to number"
     return None
 
@@ -186,7 +187,7 @@ def moba_attention(
         blocks = _moba_lists(q, k, layout, block_means, block_size, topk, call)
         return _listed(q, k, v, blocks, placement, block_size, scale, workspace_bytes)
     shape = forward.shape_of(q, k, v, block_size, scale)
-    if topk >= placement.blocks:
+    if topk >= block_count(k.shape[2], block_size):  # no packed document has more
         return forward.dense(q, k, v, placement, shape)
     chooser = moba.Gate(q, k, placement, block_means, block_size, topk - 1)
     workspace = WORKSPACE_BYTES if workspace_bytes is None else workspace_bytes
@@ -260,7 +261,7 @@ def msa_attention(
     if selection.is_active():
         blocks = _msa_lists(iq, ik, layout, block_size, topk, local, call)
         return _listed(q, k, v, blocks, placement, block_size, scale, workspace_bytes)
-    if topk >= placement.blocks:
+    if topk >= block_count(k.shape[2], block_size):
         return forward.dense(q, k, v, placement, forward.shape_of(q, k, v, block_size, scale))
     workspace = WORKSPACE_BYTES if workspace_bytes is None else workspace_bytes
     chooser = msa.Index(iq, ik, placement, block_size, topk, local, workspace_bytes=workspace)
@@ -380,9 +381,9 @@ def _lists(
         if whole is not None:
             return whole()
         placement = place(flat, batch, q_len, slots, block_size)
-        if topk >= placement.blocks:
-            every = lists.every(placement, batch, heads, q_len, block_size, q.device)
-            return lists.public(every, placement, q_len, block_size, width)
+        if topk >= block_count(slots, block_size):
+            every = lists.every(placement, width, q_len, block_size, q.device)
+            return every.expand(batch, heads, q_len, width).contiguous()
         return lists.public(past(placement), placement, q_len, block_size, width)
 
     if call.replayed is None and not call.recorders:

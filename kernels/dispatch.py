@@ -83,7 +83,7 @@ def attends_every_block(
     if decode or settings.disabled():
         return True
     # Lengths of documents are read from the device only if they matter.
-    return min_context > 0 and _longest(slots, layout) < min_context
+    return slots < min_context or (min_context > 0 and _longest(slots, layout) < min_context)
 
 
 def with_topk_in_force(

@@ -71,16 +71,18 @@ def public(
 
 
 def every(
-    placement: Placement, batch: int, heads: int, q_len: int, block_size: int, device: torch.device
+    placement: Placement, width: int, q_len: int, block_size: int, device: torch.device
 ) -> Tensor:
-    """Lists of all past blocks that hold a real key, `[B, H, T, N]`."""
+    """The ops' lists where no sequence has more than `width` blocks: all past blocks that hold a
+    real key and the own one, `[B or 1, 1, T, width]`."""
     first_T1, end_T1 = _past_range(placement, q_len, block_size, device)
-    number_N = torch.arange(placement.blocks, device=device)
-    past = (number_N >= first_T1) & (number_N < end_T1)
-    if placement.real_BN is not None:
-        past = past & placement.real_BN[:, None]
-    numbers = torch.where(past, number_N, -1).int()
-    return numbers[:, None].expand(batch, heads, q_len, -1)
+    number_TW = first_T1 + torch.arange(width, device=device)
+    past_TW = number_TW < end_T1
+    if placement.real_BN is not None and width:
+        at = number_TW.long().clamp(max=placement.real_BN.shape[1] - 1).flatten(1)
+        past_TW = past_TW & placement.real_BN.gather(1, at).view_as(number_TW)
+    past = torch.where(past_TW, number_TW, -1).int()[:, None]
+    return public(past, placement, q_len, block_size, width)
 
 
 def _own(placement: Placement, q_len: int, device: torch.device) -> Tensor:

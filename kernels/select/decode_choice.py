@@ -20,6 +20,7 @@ from sparsify.kernels.decoding import (
     starts,
 )
 from sparsify.kernels.layout import Layout, block_count, list_width
+from sparsify.kernels.placement import place
 from sparsify.kernels.select.msa_decode import decode_score_fwd_kernel, decode_top_fwd_kernel
 from sparsify.kernels.tiling import padded
 
@@ -41,6 +42,7 @@ def choose(
         end = (own + 1 if call.union else own).minimum(count)
         number = torch.arange(call.length, device=iq.device).expand(shape)
         number = number.masked_fill((number >= end) | (number >= call.chosen), _NO_BLOCK)
+        number = _without_empty(number, layout, call)
     else:
         number = best_blocks(iq, ik, layout, call, 1).view(shape).long()
     number = number.masked_fill(number == own, _NO_BLOCK)
@@ -49,6 +51,16 @@ def choose(
     width = list_width(call.slots, block_size, topk, local)
     lists = torch.cat([number, last], -1).sort(-1).values[..., :width]
     return lists.masked_fill(lists == _NO_BLOCK, -1).int().transpose(1, 2).contiguous()
+
+
+def _without_empty(number_BTGL: Tensor, layout: Layout, call: Call) -> Tensor:
+    """Numbers of blocks, those left out of which a mask hides every key."""
+    if layout.key_mask is None:
+        return number_BTGL
+    real_BN = place(layout, call.batch, call.queries, call.slots, call.block).real_BN
+    assert real_BN is not None
+    real_BL = torch.nn.functional.pad(real_BN, (0, max(call.length - call.blocks, 0)))
+    return number_BTGL.masked_fill(~real_BL[:, None, None, : call.length], _NO_BLOCK)
 
 
 def _own_blocks(layout: Layout, call: Call, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,111 @@
+"""Calls of more lists than one grid takes, and of packed documents that attend every block."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sparsify.kernels import accelerated, reference, schemas
+from sparsify.kernels.attend import cutting, forward
+from sparsify.kernels.layout import Layout
+from sparsify.kernels.select import moba, msa
+from tests._util.parity import assert_attention, inputs
+
+BLOCK = 16
+SIZES = {"block_size": BLOCK, "topk": 3}
+
+
+@pytest.fixture
+def few_programs(monkeypatch):
+    """Grids that take few lists."""
+    for module in (cutting, forward, moba, msa):
+        monkeypatch.setattr(module, "MOST_PROGRAMS", 4)
+
+
+@pytest.mark.parametrize("topk", [3, 100])
+def test_moba_of_many_lists(topk, path, few_programs):
+    x = inputs(batch=3, heads=3, queries=5, keys=100)
+    sizes = {**SIZES, "topk": topk}
+    lists = accelerated.moba_select(x.q, x.k, Layout(), None, **sizes)
+    assert torch.equal(lists, reference.moba_select(x.q, x.k, Layout(), None, **sizes))
+    assert_attention(accelerated.moba_attention(*x, Layout(), None, **sizes), lists, x, BLOCK)
+    listed = accelerated.block_attention(*x, lists, Layout(), block_size=BLOCK)
+    assert_attention(listed, lists, x, BLOCK)
+
+
+@pytest.mark.parametrize("index_heads", [1, 3])
+def test_msa_of_many_lists(index_heads, path, few_programs):
+    x = inputs(batch=3, heads=6, groups=3, queries=20, keys=100)
+    index = inputs(batch=3, heads=3, groups=index_heads, queries=20, keys=100, size=32, seed=1)
+    lists = accelerated.msa_select(index.q, index.k, Layout(), **SIZES)
+    assert torch.equal(lists, reference.msa_select(index.q, index.k, Layout(), **SIZES))
+    got = accelerated.msa_attention(*x, index.q, index.k, Layout(), **SIZES)
+    assert_attention(got, lists, x, BLOCK)
+
+
+@pytest.mark.parametrize("topk", [6, 7])
+@pytest.mark.parametrize("name", ["moba", "msa"])
+def test_documents_are_dense_as_soon_as_none_has_more_blocks(name, topk, monkeypatch):
+    monkeypatch.setenv("SPARSIFY_IMPL", "triton")
+    seen, real = [], forward.dense
+    monkeypatch.setattr(forward, "dense", lambda *a: (seen.append(1), real(*a))[1])
+    # As many keys as fill 7 blocks, in 9 of them.
+    layout = Layout(cu_seqlens_q=torch.tensor([0, 33, 33, 90, 100]))
+    x = inputs(heads=2, groups=2, keys=100)
+    index = inputs(heads=2, keys=100, size=32, seed=1)
+    sizes = {**SIZES, "topk": topk}
+    if name == "moba":
+        lists = schemas.moba_select(x.q, x.k, *layout, **sizes)
+        want = reference.moba_select(x.q, x.k, layout, None, **sizes)
+        got = schemas.moba_attention(*x, *layout, **sizes)
+    else:
+        lists = schemas.msa_select(index.q, index.k, *layout, **sizes)
+        want = reference.msa_select(index.q, index.k, layout, **sizes)
+        got = schemas.msa_attention(*x, index.q, index.k, *layout, **sizes)
+    assert torch.equal(lists, want)
+    assert_attention(got, lists, x, BLOCK, layout=layout)
+    assert seen == [1] * (topk == 7)
+
+
+def masks(keys):
+    """Holes, in every form a mask may have in memory."""
+    rows = torch.tensor([[s % 21 < 8 and s > 4 for s in range(keys)]] * 2)
+    wide = torch.zeros(2, 2 * keys, dtype=torch.bool)
+    wide[:, ::2] = rows
+    return {
+        "one row for all": rows[:1].expand(2, -1),
+        "by columns": rows.t().contiguous().t(),
+        "every other": wide[:, ::2],
+    }
+
+
+@pytest.mark.parametrize("queries", [2, 20])
+@pytest.mark.parametrize("form", ["one row for all", "by columns", "every other"])
+def test_masks_of_any_strides(form, queries, path):
+    x = inputs(batch=2, heads=2, groups=1, queries=queries, keys=70)
+    index = inputs(batch=2, queries=queries, keys=70, size=32, seed=1)
+    mask = masks(70)[form]
+    assert not mask.is_contiguous()
+    for topk in (3, 100):
+        sizes = {**SIZES, "topk": topk}
+        for given in (mask, mask.contiguous()):
+            layout = Layout(key_mask=given)
+            lists = accelerated.msa_select(index.q, index.k, layout, **sizes)
+            assert torch.equal(lists, reference.msa_select(index.q, index.k, layout, **sizes))
+            got = accelerated.msa_attention(*x, index.q, index.k, layout, **sizes)
+            assert_attention(got, lists, x, BLOCK, layout=layout)
+            own = accelerated.moba_select(x.q, x.k, layout, None, **sizes)
+            assert_attention(
+                accelerated.moba_attention(*x, layout, None, **sizes), own, x, BLOCK, layout=layout
+            )
+
+
+@pytest.mark.parametrize("local", ["inside", "union"])
+@pytest.mark.parametrize("queries", [1, 3, 20])
+def test_hidden_blocks_are_not_listed_where_all_others_are(queries, local):
+    index = inputs(queries=queries, keys=70, size=32)
+    layout = Layout(key_mask=(torch.arange(70) // BLOCK != 1)[None])
+    sizes = {"block_size": BLOCK, "topk": 100, "local": local}
+    lists = accelerated.msa_select(index.q, index.k, layout, **sizes)
+    assert torch.equal(lists, reference.msa_select(index.q, index.k, layout, **sizes))
+    assert not bool((lists == 1).any()) and bool((lists == 2).any())
