@@ -194,8 +194,8 @@ def _tile_of_block(
         k_ND = tl.reshape(k_ptr.load([b, g, slot + j, 0]), [TILE_N, DP])
         v_NV = tl.reshape(v_ptr.load([b, g, slot + j, 0]), [TILE_N, VP])
     else:
-        k_at = k_ptr + b.to(tl.int64) * stride_kb + g * stride_kg
-        v_at = v_ptr + b.to(tl.int64) * stride_vb + g * stride_vg
+        k_at = k_ptr + b.to(tl.int64) * stride_kb + g.to(tl.int64) * stride_kg
+        v_at = v_ptr + b.to(tl.int64) * stride_vb + g.to(tl.int64) * stride_vg
         k_at += key_at[:, None] * stride_ks + d_D[None, :] * stride_kd
         v_at += key_at[:, None] * stride_vs + v_V[None, :] * stride_vd
         if CUT:
@@ -234,7 +234,7 @@ def large_block_fwd_kernel(
         e_M, head_M, known_M = entries_of(tl.program_id(1), M, SHARE, SPAN)
         inside_M = begin + e_M < end
         entry_M = tl.load(list_ptr + begin + e_M, mask=inside_M, other=0)
-        q_base = q_ptr + b.to(tl.int64) * stride_qb + h * stride_qh
+        q_base = q_ptr + b.to(tl.int64) * stride_qb + h.to(tl.int64) * stride_qh
         q_at = (t_begin + entry_M // WIDTH).to(tl.int64)[:, None] * stride_qt
         if SHARE > 1:
             q_at += head_M.to(tl.int64)[:, None] * stride_qh

@@ -93,7 +93,8 @@ def _gather_queries(
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
         column, begin, end = _work_item(work_ptr, item, items)
         head = head_begin + column // N
-        base = q_ptr + (head // heads).to(gl.int64) * stride_qb + head % heads * stride_qh
+        base = q_ptr + (head // heads).to(gl.int64) * stride_qb
+        base += (head % heads).to(gl.int64) * stride_qh
         first, second = begin + m_M, begin + _HALF + m_M
         # Places behind the list take query 0 of the slice: it is there, and nobody stores it.
         first_M = t_begin + gl.load(list_ptr + first, mask=first < end, other=0) // WIDTH

@@ -346,6 +346,27 @@ def test_offsets_beyond_two_to_the_31(axis):
     assert_attention(attend(x, 15, 3), lists, small, 15)
 
 
+@pytest.mark.parametrize("block", [128, 512])
+def test_heads_that_lie_far_apart(block):
+    """Each stride fits 32 bits, its product with the number of a head does not."""
+    stride, heads, keys = 2**29, 6, 2051
+    elements = (heads - 1) * stride + 3 * keys * SIZE
+    if torch.cuda.mem_get_info()[0] < 3 * elements:
+        pytest.skip("needs more free memory")
+    buffer = torch.empty(elements, dtype=BF16, device=DEVICE)
+    near = base(heads=heads, groups=heads, keys=keys)
+    strides = (heads * stride, stride, SIZE, 1)
+    x = type(near)(
+        *(
+            buffer.as_strided(t.shape, strides, storage_offset=at * keys * SIZE).copy_(t)
+            for at, t in enumerate(near)
+        )
+    )
+    lists = choose(x, block, 3)
+    assert_lists(lists, near, block, 3)
+    assert_attention(attend(x, block, 3), lists, near, block)
+
+
 def test_a_small_workspace_gives_the_same_bits():
     x = base()
     whole = attend(x)

@@ -109,3 +109,28 @@ def test_hidden_blocks_are_not_listed_where_all_others_are(queries, local):
     lists = accelerated.msa_select(index.q, index.k, layout, **sizes)
     assert torch.equal(lists, reference.msa_select(index.q, index.k, layout, **sizes))
     assert not bool((lists == 1).any()) and bool((lists == 2).any())
+
+
+@pytest.fixture
+def buffer():
+    """More elements than 32 bits count; pages that nobody touches take no memory."""
+    try:
+        return torch.empty(2**32 + 2**20, dtype=torch.float16)
+    except RuntimeError:
+        pytest.skip("needs more address space")
+
+
+@pytest.mark.parametrize("block", [16, 144])
+def test_heads_that_lie_far_apart(block, buffer, by_block):
+    """Each stride fits 32 bits, its product with the number of a head does not."""
+    near = inputs(heads=5, groups=5, queries=20, keys=300, dtype=torch.float16)
+    views, at = [], 2**31  # what wraps round stays in the buffer
+    for x in near:
+        view = buffer.as_strided(x.shape, (0, 2**29, x.shape[3], 1), storage_offset=at)
+        views.append(view.copy_(x))
+        at += x[0, 0].numel()
+    far = type(near)(*views)
+    sizes = {"block_size": block, "topk": 2}
+    lists = accelerated.moba_select(far.q, far.k, Layout(), None, **sizes)
+    assert torch.equal(lists, accelerated.moba_select(near.q, near.k, Layout(), None, **sizes))
+    assert_attention(accelerated.moba_attention(*far, Layout(), None, **sizes), lists, near, block)
