@@ -27,7 +27,7 @@ from common import (
 )
 
 from sparsify.benches.dense import best, dense_times
-from sparsify.benches.stages import PREFILL_STAGES, moba_stages_ms
+from sparsify.benches.stages import NAMES, moba_stages_ms
 from sparsify.files import write_text
 from sparsify.kernels import accelerated, reference
 from sparsify.kernels.gaps import moba_gaps
@@ -158,7 +158,7 @@ def run_case(case: Case, with_dense: bool) -> dict[str, Any]:
         "launched": launched.to_json(),
         "replayed": replayed and replayed.to_json(),
         "extra_gib": extra / 2**30,
-        "stages_ms": {PREFILL_STAGES[family]: ms for family, ms in stages.items()},
+        "stages_ms": {NAMES[family]: ms for family, ms in stages.items()},
         "target_ms": case.target_ms,
         "target_of": "graph_ms" if case.graph else "ms",
         "met": None if case.target_ms is None else chosen.median_ms <= case.target_ms,

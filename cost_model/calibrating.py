@@ -12,7 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from sparsify.cost_model.calibration import (
     LEAST_EFFICIENT,
@@ -29,7 +29,7 @@ from sparsify.cost_model.fitting import OVERHEAD, Fit, Row, fit, halves
 from sparsify.cost_model.hardware import Gpu, load_gpu
 from sparsify.cost_model.roofline import made_ms, stage_bound
 from sparsify.cost_model.stages import stage_formulas
-from sparsify.cost_model.workload import BF16, AttentionShape, Workload
+from sparsify.cost_model.workload import BF16, AttentionShape, ElementBytes, Workload
 from sparsify.documents import read_document
 from sparsify.errors import UsageError
 
@@ -44,7 +44,17 @@ __all__ = [
 ]
 
 # One entry serves all GQA groups: what these kernels do does not depend on the group.
-ANY_GROUP = ("dense_prefill", "dense_decode", "moba_means", "reverse_index")
+ANY_GROUP = (
+    "dense_prefill",
+    "dense_decode",
+    "moba_means",
+    "msa_index",
+    "msa_proxy_index",
+    "msa_topk",
+    "msa_decode_index",
+    "msa_decode_proxy_index",
+    "reverse_index",
+)
 # Nor on the block size.
 ANY_BLOCK = ("moba_means",)
 LEAST_RUNS = 4
@@ -68,11 +78,12 @@ class FamilyRun:
     group_size: int | None = None
     block_size: int | None = None
     kernel: str = ""
+    dtype: Literal["bf16", "fp8"] = "bf16"
 
     @property
-    def key(self) -> tuple[str, int | None, int | None]:
+    def key(self) -> tuple[str, str, int | None, int | None]:
         """What shares an entry."""
-        return self.family, self.group_size, self.block_size
+        return self.family, self.dtype, self.group_size, self.block_size
 
 
 def stage_run(
@@ -83,17 +94,21 @@ def stage_run(
     ms: float,
     gpu: Gpu,
     kernel: str = "",
+    *,
+    elements: ElementBytes = BF16,
 ) -> FamilyRun:
-    """A run of one stage of an attention layer, bfloat16.
+    """A run of one stage of an attention layer, bfloat16 or with an index of eight bits; such a run
+    is one of "fp8" where the stage reads the index.
 
     Raises:
         KeyError: the configuration has no such stage in that call.
     """
-    values = values_of(shape, workload, configuration, BF16)
+    values = values_of(shape, workload, configuration, elements)
     formulas = [f for f in stage_formulas(configuration, workload) if f.family == family]
     if not formulas:
         raise KeyError(f"{configuration.label} has no stage {family}")
-    bounds = (made_ms(counted(formula, values), gpu, BF16) for formula in formulas)
+    bounds = (made_ms(counted(formula, values), gpu, elements) for formula in formulas)
+    fp8 = elements.index <= 1 and any(formula.on_index for formula in formulas)
     any_block = family in ANY_BLOCK or not configuration.sparse
     return FamilyRun(
         family,
@@ -103,6 +118,7 @@ def stage_run(
         None if family in ANY_GROUP else shape.group_size,
         None if any_block else configuration.block_size,
         kernel,
+        "fp8" if fp8 else "bf16",
     )
 
 
@@ -115,12 +131,12 @@ def plain_run(
 
 
 def fitted(runs: Iterable[FamilyRun]) -> tuple[FamilyEfficiency, ...]:
-    """One entry per family, group and block.
+    """One entry per family, dtype, group and block.
 
     Raises:
         UsageError: an entry would rest on too few runs, or on times that are not positive.
     """
-    groups: dict[tuple[str, int | None, int | None], list[FamilyRun]] = defaultdict(list)
+    groups: dict[tuple[str, str, int | None, int | None], list[FamilyRun]] = defaultdict(list)
     for run in runs:
         groups[run.key].append(run)
     return tuple(_entry(sorted(mine, key=lambda run: run.bound_ms)) for mine in groups.values())
@@ -143,6 +159,7 @@ def _entry(runs: list[FamilyRun]) -> FamilyEfficiency:
     return FamilyEfficiency(
         family=family,
         kernel=Counter(run.kernel for run in runs).most_common(1)[0][0],
+        dtype=runs[0].dtype,
         group_size=runs[0].group_size,
         block_size=runs[0].block_size,
         efficiency=float(f"{min(efficiency, MOST_EFFICIENT):.4g}"),

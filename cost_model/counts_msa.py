@@ -1,8 +1,10 @@
 """MSA: an index scores every token, blocks are chosen per key/value head (arXiv 2606.13392).
 
 The learned indexer has one shared index key and one index query per key/value head; the proxy takes
-the mean of the group's queries and the layer's own keys. Prefill is KV-outer with a combine, as in
-the paper; with fewer than `SHORT_QUERIES` queries it is Q-outer, bound by the L2 cache.
+the mean of the group's queries and the layer's own keys, in float32, so its index kernels are a
+family of their own. Prefill is KV-outer: each chosen past block leaves a partial output, and the
+own block is attended while they are combined. With fewer than `SHORT_QUERIES` queries it is
+Q-outer, bound by the L2 cache.
 """
 
 from __future__ import annotations
@@ -16,8 +18,8 @@ from sparsify.cost_model.pairs import EXACT, Pairs
 
 __all__ = ["SHORT_QUERIES", "decode", "index_flops", "index_key_bytes", "prefill"]
 
-# Below this many queries a KV-outer kernel finds too few of them per block.
-SHORT_QUERIES = 2048
+# Below this many queries this package's kernels go query by query.
+SHORT_QUERIES = 33
 
 _TOKENS = s.BATCH_SEQUENCES * s.NEW_TOKENS
 _QUERIES = _TOKENS * s.QUERY_HEADS
@@ -64,12 +66,12 @@ def prefill(learned: bool, short: bool = False, pairs: Pairs = EXACT) -> tuple[S
         _make_index(learned),
         StageFormula(
             "index scores",
-            "msa_index",
+            "msa_index" if learned else "msa_proxy_index",
             flops=index_flops(pairs),
             dram_bytes=_index_query_bytes() + index_key_bytes() + scores,
             workspace_bytes=scores,
             tiles=s.BATCH_SEQUENCES * ceiling(s.NEW_TOKENS * s.INDEX_QUERY_HEADS / TILE_ROWS),
-            on_index=True,
+            on_index=learned,
         ),
         StageFormula(
             "top-k",
@@ -81,9 +83,11 @@ def prefill(learned: bool, short: bool = False, pairs: Pairs = EXACT) -> tuple[S
 
 
 def _kv_outer(pairs: Pairs) -> tuple[StageFormula, ...]:
-    rows = _QUERIES * s.READ_BLOCKS
-    index = 16 * _TOKENS * s.READ_BLOCKS * s.KV_HEADS
-    gathered = _TOKENS * s.READ_BLOCKS * q_and_o_bytes()
+    past = s.READ_BLOCKS - 1
+    index = 16 * _TOKENS * past * s.KV_HEADS
+    gathered = _TOKENS * past * q_and_o_bytes()
+    # As the paper counts it: all blocks that are read.
+    partial = _QUERIES * s.READ_BLOCKS * (s.VALUE_DIM * s.OUTPUT_BYTES + 4)
     return (
         StageFormula("reverse index", "reverse_index", dram_bytes=index, launches=3),
         StageFormula(
@@ -91,13 +95,13 @@ def _kv_outer(pairs: Pairs) -> tuple[StageFormula, ...]:
             "msa_attention",
             flops=attention_flops(pairs.attended),
             dram_bytes=s.BATCH_SEQUENCES * s.KEY_TOKENS * kv_row_bytes() + gathered,
-            workspace_bytes=rows * (s.VALUE_DIM * s.OUTPUT_BYTES + 4),
-            tiles=ceiling(rows / TILE_ROWS),
+            workspace_bytes=partial,
+            tiles=ceiling(_QUERIES * s.READ_BLOCKS / TILE_ROWS),
         ),
         StageFormula(
             "combine",
-            "combine",
-            dram_bytes=_QUERIES * ((s.READ_BLOCKS + 1) * s.VALUE_DIM * s.OUTPUT_BYTES) + 4 * rows,
+            "msa_combine",
+            dram_bytes=_QUERIES * (s.READ_BLOCKS * s.VALUE_DIM * s.OUTPUT_BYTES + 4 * past),
         ),
     )
 
@@ -123,11 +127,11 @@ def decode(learned: bool, pairs: Pairs = EXACT) -> tuple[StageFormula, ...]:
         _make_index(learned),
         StageFormula(
             "index and top-k",
-            "msa_decode_index",
+            "msa_decode_index" if learned else "msa_decode_proxy_index",
             flops=index_flops(pairs),
             dram_bytes=index_key_bytes(),
             launches=2,
-            on_index=True,
+            on_index=learned,
         ),
         StageFormula(
             "attention",

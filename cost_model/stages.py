@@ -39,8 +39,10 @@ CHOOSING = frozenset(
         "moba_gate",
         "moba_means",
         "msa_decode_index",
+        "msa_decode_proxy_index",
         "msa_index",
         "msa_index_loss",
+        "msa_proxy_index",
         "msa_topk",
         "reverse_index",
     ]

@@ -2,13 +2,14 @@
 
 Kernels are compiled by many threads first, most of the work on a machine that has not seen them.
 Times are of the GPU alone, as CUDA graphs, with a cold L2 cache: in a model launches overlap with
-the work before. Inputs are random, bfloat16.
+the work before. Inputs are random, bfloat16; index tensors also float8_e4m3fn.
 
-Legend: B batch, H query heads, G key/value heads, T queries, S keys, D head size.
+Legend: B batch, H query heads, G key/value heads, T queries, S keys, D head size, I index size.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from collections import Counter
@@ -21,21 +22,30 @@ import torch
 from torch import Tensor
 
 from sparsify.benches.dense import best, dense_times
-from sparsify.benches.stages import moba_stages_ms
+from sparsify.benches.stages import by_family, moba_stages_ms, msa_stages_ms
 from sparsify.cost_model.calibrating import FamilyRun, calibration_of, plain_run, stage_run
 from sparsify.cost_model.calibration import Calibration, FamilyEfficiency
 from sparsify.cost_model.configuration import DENSE, PUBLISHED, Configuration
 from sparsify.cost_model.hardware import Gpu
-from sparsify.cost_model.workload import AttentionShape, Phase, Workload
+from sparsify.cost_model.workload import BF16, AttentionShape, ElementBytes, Phase, Workload
 from sparsify.errors import UsageError
+from sparsify.kernels.proxy import proxy_index
 from sparsify.timing import Run, Timing, machine, time_call
 
-__all__ = ["Sizes", "calibrate", "graph_timer", "measured_runs"]
+__all__ = ["Case", "Sizes", "calibrate", "graph_timer", "measured_runs"]
 
 LOGGER = logging.getLogger("sparsify")
 
-GROUPS = (1, 4, 8, 16)
 MOBA = tuple(replace(c, decode="sparse") for c in PUBLISHED if c.method == "moba")
+PROXY, LEARNED = (c for c in PUBLISHED if c.method == "msa")
+MOBA_SHAPES = tuple(AttentionShape(16, 16 // group, 128, 128) for group in (1, 4, 8))
+# Heads of whole models: few key/value heads would leave a GPU idle in decode. One more group of
+# either number of key/value heads shares most kernels with the others.
+LEARNED_SHAPES = tuple(AttentionShape(*heads, 128, 128) for heads in ((64, 4), (64, 8), (32, 8)))
+# What the proxy has for itself are scores in float32, head by head: slow, and alike for all heads.
+PROXY_SHAPE = AttentionShape(16, 1, 128, 128)
+FP8 = torch.float8_e4m3fn
+FP8_SINCE = (8, 9)  # the first capability with products of eight bits
 CONTEXTS = tuple(n << 10 for n in (8, 32, 64, 128, 256))
 DENSE_CONTEXTS = tuple(n << 10 for n in (8, 16, 32, 64, 96, 128))
 # Rows of products with the weights of a model of 8B parameters.
@@ -51,13 +61,50 @@ Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """What is measured: shapes of attention, configurations, and where (None: by their size)."""
+class Case:
+    """One shape under one configuration. With `fp8` the index is of eight bits, and nothing but the
+    choice of blocks is measured: the rest does not depend on it."""
 
-    shapes: tuple[AttentionShape, ...] = tuple(
-        AttentionShape(16, 16 // g, 128, 128) for g in GROUPS
-    )
-    configurations: tuple[Configuration, ...] = MOBA
+    shape: AttentionShape
+    configuration: Configuration
+    fp8: bool = False
+
+    @classmethod
+    def of(cls, shape: AttentionShape, configuration: Configuration) -> tuple[Case, ...]:
+        """All that can be measured of a shape."""
+        found = (cls(shape, replace(configuration, decode="sparse")),)
+        return (*found, replace(found[0], fp8=True)) if configuration.needs_training else found
+
+    @property
+    def proxy(self) -> bool:
+        """Whether it scores with the layer's own queries and keys."""
+        return self.configuration.indexer == "proxy"
+
+    @property
+    def elements(self) -> ElementBytes:
+        """Bytes of its tensors' elements."""
+        return replace(BF16, index=1) if self.fp8 else BF16
+
+    @property
+    def label(self) -> str:
+        """What it is, for people."""
+        fp8 = ", index in fp8" if self.fp8 else ""
+        return f"{self.configuration.label}, group {self.shape.group_size}{fp8}"
+
+
+CASES = (
+    *(Case(shape, configuration) for configuration in MOBA for shape in MOBA_SHAPES),
+    *(Case(shape, LEARNED) for shape in LEARNED_SHAPES),
+    Case(PROXY_SHAPE, PROXY),
+    Case(LEARNED_SHAPES[0], LEARNED, fp8=True),
+)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What is measured, and where (None: by the size of the configuration)."""
+
+    cases: tuple[Case, ...] = CASES
     contexts: tuple[int, ...] | None = None
     dense_contexts: tuple[int, ...] = DENSE_CONTEXTS
     decode_batches: tuple[int, ...] = (1, 8)
@@ -116,8 +163,9 @@ def calibrate(gpu: Gpu, device: torch.device, sizes: Sizes, say: Say) -> Calibra
 
 def _tell_left_out(entry: FamilyEfficiency) -> None:
     LOGGER.warning(
-        "%s (group %s, block %s) is left out: its fit misses runs that it did not see by %.0f%%",
+        "%s (%s, group %s, block %s) is left out: its fit misses unseen runs by %.0f%%",
         entry.family,
+        entry.dtype,
         entry.group_size or "any",
         entry.block_size or "any",
         100 * entry.error,
@@ -128,17 +176,24 @@ def measured_runs(
     gpu: Gpu, device: torch.device, sizes: Sizes, timer: Timer, say: Say
 ) -> Iterator[FamilyRun]:
     """All runs, in order."""
-    for configuration in sizes.configurations:
-        sizes.contexts_of(configuration)  # refuse before any work
+    for case in sizes.cases:
+        sizes.contexts_of(case.configuration)  # refuse before any work
+    if not _has_fp8(device):
+        sizes = replace(sizes, cases=tuple(case for case in sizes.cases if not case.fp8))
     bench = _Bench(gpu, device, sizes, timer, say)
     bench.compile()
     yield from bench.copies()
     yield from bench.products()
     yield from bench.dense(Phase.PREFILL)
     yield from bench.dense(Phase.DECODE)
-    for configuration in sizes.configurations:
-        for shape in sizes.shapes:
-            yield from bench.moba(shape, configuration)
+    for case in sizes.cases:
+        yield from bench.sparse(case)
+
+
+def _has_fp8(device: torch.device) -> bool:
+    if device.type != "cuda":
+        return True
+    return torch.version.hip is None and torch.cuda.get_device_capability(device) >= FP8_SINCE
 
 
 @dataclass(frozen=True)
@@ -167,17 +222,12 @@ class _Bench:
         """Every call of a sparse kernel once; on a GPU, whose compilers run side by side."""
         if self.device.type != "cuda":
             return
-        calls = [
-            (shape, configuration, workload)
-            for configuration in self.sizes.configurations
-            for shape in self.sizes.shapes
-            for workload in self._workloads(configuration)
-        ]
+        calls = [(c, w) for c in self.sizes.cases for w in self._workloads(c)]
         self.say(f"compiling the kernels of {len(calls)} calls")
 
-        def first(call: tuple[AttentionShape, Configuration, Workload]) -> None:
-            with torch.cuda.device(self.device):
-                self._times(*call, lambda run: (run(), 0.0)[1])
+        def first(call: tuple[Case, Workload]) -> None:
+            with torch.cuda.device(self.device), contextlib.suppress(torch.OutOfMemoryError):
+                self._times(*call, lambda run: (run(), 0.0)[1])  # if not now, when it is timed
 
         with ThreadPoolExecutor(min(COMPILERS, os.cpu_count() or 1)) as pool:
             list(pool.map(first, calls))
@@ -205,7 +255,7 @@ class _Bench:
     def dense(self, phase: Phase) -> Iterator[FamilyRun]:
         """Runs of the kernel that is fastest in most of them."""
         decoding = phase is Phase.DECODE
-        shape = self.sizes.shapes[0]
+        shape = self.sizes.cases[0].shape
         times: dict[Workload, dict[str, Timing]] = {}
         for tokens in self.sizes.dense_contexts:
             self.say(f"dense {phase.value}, {tokens} tokens")
@@ -223,39 +273,49 @@ class _Bench:
                     f"dense_{phase.value}", shape, workload, DENSE, ms, self.gpu, kernel
                 )
 
-    def moba(self, shape: AttentionShape, configuration: Configuration) -> Iterator[FamilyRun]:
+    def sparse(self, case: Case) -> Iterator[FamilyRun]:
         """Stages of prefill and of decode."""
-        for workload in self._workloads(configuration):
-            tokens = workload.context_tokens
-            what = f"{workload.phase.value} of {tokens} tokens"
-            self.say(f"{configuration.label}, group {shape.group_size}, {what}")
-            yield from self._stages(shape, configuration, workload)
+        for workload in self._workloads(case):
+            self.say(f"{case.label}, {workload.phase.value} of {workload.context_tokens} tokens")
+            yield from self._stages(case, workload)
 
-    def _workloads(self, configuration: Configuration) -> Iterator[Workload]:
-        for tokens in self.sizes.contexts_of(configuration):
+    def _workloads(self, case: Case) -> Iterator[Workload]:
+        for tokens in self.sizes.contexts_of(case.configuration):
             yield Workload.of(Phase.PREFILL, tokens)
             for batch in self.sizes.decode_batches:
                 yield Workload.of(Phase.DECODE, tokens, batch)
 
-    def _times(
-        self,
-        shape: AttentionShape,
-        configuration: Configuration,
-        workload: Workload,
-        timer: Callable[[Run], float],
-    ) -> dict[str, float]:
-        return moba_stages_ms(
-            *self._inputs(shape, workload),
-            block_size=configuration.block_size,
-            topk=configuration.topk,
-            timer=timer,
-        )
+    def _index(self, case: Case, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Index queries `[B, G, T, I]` and keys, as the indexer gives them."""
+        if case.proxy:
+            return proxy_index(q, k)
+        size = case.configuration.index_dim or q.shape[3]
+        iq = self._random(q.shape[0], q.shape[2], k.shape[1], size).transpose(1, 2)
+        ik = self._random(k.shape[0], 1, k.shape[2], size)
+        return (iq.to(FP8), ik.to(FP8)) if case.fp8 else (iq, ik)
 
-    def _stages(
-        self, shape: AttentionShape, configuration: Configuration, workload: Workload
-    ) -> Iterator[FamilyRun]:
-        times = self._times(shape, configuration, workload, lambda run: self.timer(run).median_ms)
+    def _times(
+        self, case: Case, workload: Workload, timer: Callable[[Run], float]
+    ) -> dict[str, float]:
+        q, k, v = self._inputs(case.shape, workload)
+        configuration = case.configuration
+        sizes: dict[str, Any] = {
+            "block_size": configuration.block_size,
+            "topk": configuration.topk,
+            "timer": timer,
+        }
+        if configuration.method == "moba":
+            return moba_stages_ms(q, k, v, **sizes)
+        sizes |= {"proxy": case.proxy, "choice_alone": case.fp8}
+        times = msa_stages_ms(q, k, v, *self._index(case, q, k), **sizes)
+        return by_family(times, case.proxy)
+
+    def _stages(self, case: Case, workload: Workload) -> Iterator[FamilyRun]:
+        times = self._times(case, workload, lambda run: self.timer(run).median_ms)
         for family, ms in times.items():
-            yield stage_run(family, shape, workload, configuration, ms, self.gpu, "sparsify")
+            about = (case.shape, workload, case.configuration, ms, self.gpu, "sparsify")
+            run = stage_run(family, *about, elements=case.elements)
+            if run.dtype == "fp8" or not case.fp8:
+                yield run
         if self.device.type == "cuda":
             torch.cuda.empty_cache()

@@ -33,6 +33,7 @@ class MethodName(StrEnum):
     """Methods that have kernels to time."""
 
     MOBA = "moba"
+    MSA = "msa"
 
 
 class ElementName(StrEnum):
@@ -41,6 +42,13 @@ class ElementName(StrEnum):
     BF16 = "bf16"
     FP16 = "fp16"
     FP32 = "fp32"
+
+
+class IndexName(StrEnum):
+    """Types of MSA's index queries and keys, beside that of the others."""
+
+    BF16 = "bf16"
+    FP8 = "fp8"
 
 
 def bench(
@@ -57,7 +65,8 @@ def bench(
         typer.Option(
             "--shape",
             metavar="TEXT",
-            help="One attention op instead: heads=16/16,dim=128,block=128,topk=8.",
+            help="One attention op instead: heads=16/16,dim=128,block=128,topk=8; for MSA with "
+            "index=128, or with keys=group for the proxy indexer.",
         ),
     ] = None,
     calibrate: Annotated[
@@ -88,6 +97,18 @@ def bench(
     method: Annotated[
         MethodName, typer.Option("--method", help="Method of --shape.")
     ] = MethodName.MOBA,
+    queries: Annotated[
+        str | None,
+        typer.Option(
+            "--queries",
+            metavar="N",
+            help="Queries of --shape, the last of each context; all by default, 1 to decode.",
+        ),
+    ] = None,
+    index_dtype: Annotated[
+        IndexName | None,
+        typer.Option("--index-dtype", help="Elements of MSA's index; as --dtype by default."),
+    ] = None,
     batch: Batch = "1",
     dtype: Annotated[
         ElementName, typer.Option("--dtype", help="Elements of --shape.")
@@ -117,18 +138,21 @@ def bench(
     _check_kinds(directory, against, shape, calibrate, context, seq, into, output, json)
     if tune and (shape is None or calibrate):
         raise UsageError("--tune is for --shape alone.", "Leave out what else is to be measured.")
-    _check_unused(ctx, "--calibrate" if calibrate else "DIR" if directory else "--shape")
+    _check_unused(ctx, _kind(directory, shape, calibrate, tune))
     if output is not None:
         check_target(output, force=force, directory=False)
     size, count = _positive(batch, "--batch"), _positive(repeats, "--repeats")
     contexts = None if context is None else parse_contexts(context)
     if calibrate:
-        _calibrate(shape, contexts, device, output, into, json)
+        _calibrate(shape, method.value, contexts, device, output, into, json)
         return
     if tune:
-        data = _tune(shape, contexts, size, dtype.value, device, count, json)
+        data = _tune((shape, method.value, contexts), size, dtype.value, device, count, json)
     elif shape is not None:
-        data = _attention(shape, contexts, size, dtype.value, device, count, json)
+        few = None if queries is None else _positive(queries, "--queries")
+        index = None if index_dtype is None else index_dtype.value
+        what = (shape, method.value, contexts, few, index)
+        data = _attention(what, size, dtype.value, device, count, json)
     else:
         lengths = parse_sizes(seq or SEQUENCES, "--seq")
         data = _models(directory, against, lengths, size, device, count, json)
@@ -138,10 +162,18 @@ def bench(
 
 # Options that a kind of measurement does not use.
 UNUSED = {
-    "--calibrate": ("batch", "dtype", "method", "repeats"),
-    "DIR": ("dtype", "method"),
+    "--calibrate": ("batch", "dtype", "index_dtype", "method", "queries", "repeats"),
+    "--calibrate --shape": ("batch", "dtype", "index_dtype", "queries", "repeats"),
+    "DIR": ("dtype", "index_dtype", "method", "queries"),
+    "--tune": ("index_dtype", "queries"),
     "--shape": (),
 }
+
+
+def _kind(directory: Path | None, shape: str | None, calibrate: bool, tune: bool) -> str:
+    if calibrate:
+        return "--calibrate" if shape is None else "--calibrate --shape"
+    return "DIR" if directory else "--tune" if tune else "--shape"
 
 
 def _check_unused(ctx: typer.Context, kind: str) -> None:
@@ -149,7 +181,8 @@ def _check_unused(ctx: typer.Context, kind: str) -> None:
     for name in UNUSED[kind]:
         source = ctx.get_parameter_source(name)
         if source is not None and source.name == "COMMANDLINE":
-            raise UsageError(f"{kind} does not use --{name}.", "Leave it out.")
+            option = name.replace("_", "-")
+            raise UsageError(f"{kind} does not use --{option}.", "Leave it out.")
 
 
 def _check_kinds(
@@ -190,8 +223,7 @@ def _positive(text: str, what: str) -> int:
 
 
 def _attention(
-    shape: str,
-    contexts: list[int] | None,
+    what: tuple[str, str, list[int] | None, int | None, str | None],
     batch: int,
     dtype: str,
     device: str,
@@ -203,9 +235,11 @@ def _attention(
     from sparsify.cli import render_bench
     from sparsify.timing import machine
 
-    heads, configuration = parse_shape(shape)
+    shape, method, contexts, queries, index_dtype = what
+    heads, configuration = parse_shape(shape, method)
     sizes = tuple(contexts or parse_contexts(CONTEXTS))
-    question = Question(heads, configuration, sizes, _device(device), batch, dtype, repeats)
+    counts = (batch, dtype, repeats, queries, index_dtype)
+    question = Question(heads, configuration, sizes, _device(device), *counts)
     with streams.progress() as say, _memory_told():
         rows = bench_attention(question, say)
     about = machine(question.device)
@@ -218,8 +252,7 @@ def _attention(
 
 
 def _tune(
-    shape: str | None,
-    contexts: list[int] | None,
+    what: tuple[str | None, str, list[int] | None],
     batch: int,
     dtype: str,
     device: str,
@@ -230,7 +263,8 @@ def _tune(
     from sparsify.benches.shapes import parse_shape
     from sparsify.cli.bench_tune import bench_tune, check_question, render
 
-    heads, configuration = parse_shape(shape or "")
+    shape, method, contexts = what
+    heads, configuration = parse_shape(shape or "", method)
     place = _gpu_only(device, "Tiles are measured on a GPU.", "Run it where a CUDA device is.")
     sizes = tuple(contexts or parse_contexts(TUNED))
     question = Question(heads, configuration, sizes, place, batch, dtype, repeats)
@@ -264,13 +298,14 @@ def _models(
 
 def _calibrate(
     shape: str | None,
+    method: str,
     contexts: list[int] | None,
     device: str,
     output: str | None,
     into: str | None,
     json: bool,
 ) -> None:
-    from sparsify.benches.calibration_runs import Sizes, calibrate
+    from sparsify.benches.calibration_runs import Case, Sizes, calibrate
     from sparsify.benches.shapes import parse_shape
     from sparsify.cli import render_bench
     from sparsify.cost_model.calibrating import merged, to_document
@@ -278,8 +313,7 @@ def _calibrate(
 
     sizes = Sizes(contexts=None if contexts is None else tuple(contexts))
     if shape is not None:
-        heads, configuration = parse_shape(shape)
-        sizes = Sizes((heads,), (configuration,), sizes.contexts)
+        sizes = Sizes(Case.of(*parse_shape(shape, method)), sizes.contexts)
     place = _gpu_only(
         device,
         "A calibration is measured on a GPU.",

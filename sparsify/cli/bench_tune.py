@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
 
-from sparsify.benches.attention import Question, random_inputs
+from sparsify.benches.attention import Question, index_inputs, random_inputs
 from sparsify.cli.fitting import Fitting, number_table
 from sparsify.cli.units import milliseconds
 from sparsify.errors import UsageError
@@ -119,12 +119,19 @@ def _call(q: Tensor, k: Tensor, v: Tensor, question: Question) -> Call:
     from sparsify.kernels.layout import Layout
     from sparsify.kernels.placement import place
     from sparsify.kernels.select.moba import Gate
+    from sparsify.kernels.select.msa import Index
 
-    block, chosen = question.configuration.block_size, question.configuration.topk - 1
+    block, topk = question.configuration.block_size, question.configuration.topk
     placement = place(Layout(), q.shape[0], q.shape[2], k.shape[2], block)
-    shape = forward.shape_of(q, k, v, block, None)
-    gate = Gate(q, k, placement, None, block, chosen)
-    return Call(q, k, v, placement, shape, gate, WORKSPACE_BYTES)
+    index = index_inputs(question, q, k)
+    share = q.shape[1] // k.shape[1] if index else 1
+    shape = forward.shape_of(q, k, v, block, None, share)
+    chooser = (
+        Index(*index, placement, block, topk, workspace_bytes=WORKSPACE_BYTES)
+        if index
+        else Gate(q, k, placement, None, block, topk - 1)
+    )
+    return Call(q, k, v, placement, shape, chooser, WORKSPACE_BYTES)
 
 
 def _check_kernels(q: Tensor, k: Tensor, v: Tensor, question: Question) -> None:
@@ -134,7 +141,8 @@ def _check_kernels(q: Tensor, k: Tensor, v: Tensor, question: Question) -> None:
 
     configuration = question.configuration
     options = {"block_size": configuration.block_size, "topk": configuration.topk}
-    why = unsupported("moba_attention", (q, k, v), Layout(), options)
+    tensors = (q, k, v, *(index_inputs(question, q, k) or ()))
+    why = unsupported(f"{configuration.method}_attention", tensors, Layout(), options)
     if why is not None:
         raise UsageError(f"No Triton kernels run this shape: {why}.")
     if configuration.topk < 2:

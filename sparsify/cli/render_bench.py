@@ -28,26 +28,36 @@ def attention(
         ">context", "what", ">p50 ms", ">p95 ms", ">p99 ms", ">speed-up", ">memory GB"
     )
     for row in rows:
-        for line in _lines(row):
+        for line in _lines(row, question.method):
             out.add_row(*map(Text, line))
     shape = question.shape
     head = (
         f"{question.configuration.label}, {shape.q_heads}/{shape.kv_heads} heads of size "
-        f"{shape.head_dim}, batch {question.batch}, {question.dtype}, prefill, on {_device(about)}"
+        f"{shape.head_dim}, {_index(question)}batch {question.batch}, {question.dtype}, "
+        f"{question.phase}, on {_device(about)}"
     )
-    return [head, Fitting(out, keys=2), *_notes(rows)]
+    return [head, Fitting(out, keys=2), *_notes(question, rows)]
 
 
-def _lines(row: AttentionRow) -> list[tuple[str, ...]]:
+def _index(question: Question) -> str:
+    """What is scored by MSA."""
+    if question.configuration.method != "msa":
+        return ""
+    data = question.to_json()
+    keys = "one index key" if data["index_keys"] == 1 else f"{data['index_keys']} index keys"
+    return f"{keys} of size {data['index_dim']} in {data['index_dtype']}, "
+
+
+def _lines(row: AttentionRow, method: str) -> list[tuple[str, ...]]:
     lines = []
     for name, timing in row.dense.items():
         mark = " (timed once)" if timing.once else ""
         best = ", best" if name == row.dense_best and len(row.dense) > 1 else ""
         lines.append((f"dense {name}{best}{mark}", *_percentiles(timing), "", ""))
     memory = "-" if row.extra_bytes is None else gigabytes(row.extra_bytes)
-    lines.append(("MoBA", *_percentiles(row.sparse), _gain(row, row.sparse), memory))
+    lines.append((method, *_percentiles(row.sparse), _gain(row, row.sparse), memory))
     if row.graph is not None:
-        lines.append(("MoBA, CUDA graph", *_percentiles(row.graph), _gain(row, row.graph), ""))
+        lines.append((f"{method}, CUDA graph", *_percentiles(row.graph), _gain(row, row.graph), ""))
     lines += [(f"  {name}", milliseconds(ms), "", "", "", "") for name, ms in row.stages_ms.items()]
     context = f"{row.context:,}"
     return [(context if index == 0 else "", *line) for index, line in enumerate(lines)]
@@ -67,13 +77,17 @@ def _times(factor: float | None) -> str:
     return "-" if factor is None else f"{factor:.2f}x"
 
 
-def _notes(rows: Sequence[AttentionRow]) -> list[RenderableType]:
+def _notes(question: Question, rows: Sequence[AttentionRow]) -> list[RenderableType]:
+    method = question.method
     notes = [
-        "Speed-up: the best dense time of this run over MoBA's. Memory: beyond in- and outputs."
+        f"Speed-up: the best dense time of this run over {method}'s. "
+        "Memory: beyond in- and outputs."
     ]
+    if method == "MSA":
+        notes.append("Index queries and keys are given: what makes them is not timed.")
     if any(row.implementation == "reference" for row in rows):
         notes.append(
-            "MoBA ran as the reference implementation, which is made to be right, not fast."
+            f"{method} ran as the reference implementation, which is made to be right, not fast."
         )
     if any(row.dense_once for row in rows):
         notes.append(
@@ -84,6 +98,10 @@ def _notes(rows: Sequence[AttentionRow]) -> list[RenderableType]:
         notes.append(f"At {', '.join(every)} tokens top-k covers every block: nothing is left out.")
     if any(not row.dense for row in rows):
         notes.append("None of torch's fused kernels runs this shape; there is no speed-up to tell.")
+    if any(1 < question.queries_of(row.context) < row.context for row in rows):
+        notes.append(
+            "Dense: of torch's kernels only FlashAttention takes queries at the end of more keys."
+        )
     return list(notes)
 
 

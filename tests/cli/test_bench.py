@@ -5,9 +5,9 @@ import json
 import pytest
 import torch
 
-from sparsify.benches import calibration_runs, stages
+from sparsify.benches import calibration_runs
 from sparsify.benches.attention import AttentionRow, Question
-from sparsify.benches.calibration_runs import Sizes, measured_runs
+from sparsify.benches.calibration_runs import CASES, Case, Sizes, measured_runs
 from sparsify.benches.shapes import parse_shape
 from sparsify.cli import render_bench
 from sparsify.cost_model.calibrating import fitted, plain_run, stage_run
@@ -111,7 +111,7 @@ def test_without_a_gpu_it_says_so(cli, words):
         (("--shape", SHAPE, "--device", "cpu", "--batch", "x"), "--batch is 'x'"),
         (("--shape", SHAPE, "--device", "tpu9"), "'tpu9' is no device"),
         (("--shape", SHAPE, "--device", "cpu", "--context", "1x"), "--context is '1x'"),
-        (("--shape", SHAPE, "--method", "msa"), "'msa' is not"),
+        (("--shape", SHAPE, "--method", "nsa"), "'nsa' is not"),
         (("none/here", "--against", "m"), "There is no folder none/here"),
     ],
 )
@@ -197,8 +197,7 @@ def cpu_timer(run):
 
 
 SMALL = Sizes(
-    shapes=(AttentionShape(4, 2, 16, 16),),
-    configurations=(Configuration("moba", 16, 2),),
+    cases=(Case(AttentionShape(4, 2, 16, 16), Configuration("moba", 16, 2)),),
     contexts=(48, 64, 96, 128),
     dense_contexts=(32, 64, 96, 128),
     decode_batches=(1, 2),
@@ -208,8 +207,12 @@ SMALL = Sizes(
 )
 
 
+PREFILL = ("moba_means", "moba_gate", "reverse_index", "moba_attention", "combine")
+DECODE = ("moba_decode_gate", "moba_decode_attention")
+
+
 def fake_stages(q, k, v, *, block_size, topk, timer):
-    names = stages.DECODE_STAGES if q.shape[2] == 1 else stages.PREFILL_STAGES
+    names = DECODE if q.shape[2] == 1 else PREFILL
     return {name: timer(lambda: None) + q.shape[0] * k.shape[2] / 1e3 for name in names}
 
 
@@ -218,7 +221,7 @@ def test_every_family_of_a_calibration_is_measured(monkeypatch):
     said = []
     runs = list(measured_runs(H200, torch.device("cpu"), SMALL, cpu_timer, said.append))
     families = {entry.family for entry in fitted(runs)}
-    wanted = {*stages.PREFILL_STAGES, *stages.DECODE_STAGES}
+    wanted = {*PREFILL, *DECODE}
     assert families == wanted | {"copy", "gemm", "dense_prefill", "dense_decode"}
     assert "MoBA 16/2, group 2, prefill of 96 tokens" in said
     batches = [run for run in runs if run.family == "moba_decode_gate"]
@@ -250,12 +253,11 @@ def invented(gpu, device, sizes, timer, say):
     say("inventing")
     for tokens in (8192, 16384, 32768, 65536):
         yield plain_run("copy", 0, tokens * 1000, tokens, tokens / 4e6, gpu, "torch")
-        for shape in sizes.shapes:
-            for configuration in sizes.configurations:
-                workload = Workload.of(Phase.PREFILL, tokens)
-                bound = stage_run("combine", shape, workload, configuration, 1.0, gpu).bound_ms
-                ms = 0.01 + bound / 0.5
-                yield stage_run("combine", shape, workload, configuration, ms, gpu, "sparsify")
+        for case in sizes.cases:
+            if case.configuration.method == "moba":
+                call = (case.shape, Workload.of(Phase.PREFILL, tokens), case.configuration)
+                bound = stage_run("combine", *call, 1.0, gpu).bound_ms
+                yield stage_run("combine", *call, 0.01 + bound / 0.5, gpu, "sparsify")
 
 
 def test_a_calibration_is_written_and_merged(cli, gpu, tmp_path):
@@ -271,7 +273,7 @@ def test_a_calibration_is_written_and_merged(cli, gpu, tmp_path):
     code, out, err = cli("bench", "--calibrate", "--into", target, "--json")
     assert code == 0, err
     merged = load_calibration(target, H200)
-    assert len(merged.families) == 1 + 4 * 3  # the groups and configurations that are published
+    assert len(merged.families) == 1 + sum(c.configuration.method == "moba" for c in CASES)
     assert json.loads(out)["gpu"] == "H200-SXM-141GB"
     assert [path.name for path in tmp_path.iterdir()] == ["calibration.json"]
 

@@ -199,9 +199,9 @@ def test_training_adds_the_backward_pass_and_the_index_loss():
 
 
 def test_few_queries_run_query_by_query():
-    few, many = prefill(512, prefix=2**17), prefill(4096, prefix=2**17)
+    few, many = prefill(32, prefix=2**17), prefill(33, prefix=2**17)
     assert "combine" not in stages(PUBLISHED[-1], few)
-    pairs = attended_pairs(512, 2**17 + 512, 128, 16)
+    pairs = attended_pairs(32, 2**17 + 32, 128, 16)
     assert stages(PUBLISHED[-1], few)["attention"].l2_bytes == pairs * 4 * 256 * 2
     assert "combine" in stages(PUBLISHED[-1], many)
 

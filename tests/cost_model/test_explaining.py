@@ -66,7 +66,7 @@ def test_dense_attention_has_nothing_to_be_sensitive_to():
 
 
 def test_figures_carry_their_sources():
-    short = explain_layer(call(PUBLISHED[4], context=1024)).figures  # re-reads keys through the L2
+    short = explain_layer(call(PUBLISHED[4], context=32)).figures  # re-reads keys through the L2
     figures = {name: (value, source) for name, value, _, source in short}
     assert figures["l2_bandwidth_gbs"] == (8770, load_gpu("h200").l2_bandwidth_gbs.source)
     assert "l2_bandwidth_gbs" not in {name for name, *_ in explain_layer(call(DENSE)).figures}

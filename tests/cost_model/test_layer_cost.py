@@ -107,7 +107,7 @@ def test_short_calls_are_bound_by_their_launch():
 
 
 def test_few_queries_are_bound_by_the_l2_cache_where_it_is_known():
-    few = Workload(Phase.PREFILL, 1, 1024, 2**15)
+    few = Workload(Phase.PREFILL, 1, 32, 2**15)
     known = {s.name: s for s in layer_cost(M3, few, PUBLISHED[-1], H200).stages}
     assert known["attention"].binding == "l2"
     unknown = {s.name: s for s in layer_cost(M3, few, PUBLISHED[-1], load_gpu("b200")).stages}
