@@ -97,7 +97,7 @@ def test_it_fits_an_h200_and_overlaps_products_with_softmax(name):
 
 def test_a_launch_tells_the_shape():
     values = launched(4096).values
-    assert (values["block"], values["GROUP"], values["TILE_N"]) == (4096, 2, 128)
+    assert (values["block"], values["group"], values["TILE_N"]) == (4096, 2, 128)
     assert values["k_desc"].block_shape == [1, 1, 128, 128]
 
 
