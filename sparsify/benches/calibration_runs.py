@@ -62,18 +62,21 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Case:
-    """One shape under one configuration. With `fp8` the index is of eight bits, and nothing but the
-    choice of blocks is measured: the rest does not depend on it."""
+    """One shape under one configuration, or its choice of blocks alone, where another case has what
+    follows; with `fp8` by an index of eight bits."""
 
     shape: AttentionShape
     configuration: Configuration
+    choice_alone: bool = False
     fp8: bool = False
 
     @classmethod
     def of(cls, shape: AttentionShape, configuration: Configuration) -> tuple[Case, ...]:
         """All that can be measured of a shape."""
         found = (cls(shape, replace(configuration, decode="sparse")),)
-        return (*found, replace(found[0], fp8=True)) if configuration.needs_training else found
+        if configuration.indexer != "learned":
+            return found
+        return (*found, replace(found[0], choice_alone=True, fp8=True))
 
     @property
     def proxy(self) -> bool:
@@ -95,8 +98,8 @@ class Case:
 CASES = (
     *(Case(shape, configuration) for configuration in MOBA for shape in MOBA_SHAPES),
     *(Case(shape, LEARNED) for shape in LEARNED_SHAPES),
-    Case(PROXY_SHAPE, PROXY),
-    Case(LEARNED_SHAPES[0], LEARNED, fp8=True),
+    Case(PROXY_SHAPE, PROXY, choice_alone=True),
+    Case(LEARNED_SHAPES[0], LEARNED, choice_alone=True, fp8=True),
 )
 
 
@@ -127,6 +130,8 @@ class Sizes:
                     "Give longer ones to --context.",
                 )
             return found
+        if configuration.indexer == "proxy" and 4 * kept <= CONTEXTS[0]:
+            return tuple(n // 2 for n in CONTEXTS)  # its scores take long
         if 4 * kept <= CONTEXTS[0]:
             return CONTEXTS
         return tuple(kept * thirds // 3 for thirds in (4, 6, 8, 12, 16))
@@ -306,7 +311,7 @@ class _Bench:
         }
         if configuration.method == "moba":
             return moba_stages_ms(q, k, v, **sizes)
-        sizes |= {"proxy": case.proxy, "choice_alone": case.fp8}
+        sizes |= {"proxy": case.proxy, "choice_alone": case.choice_alone}
         times = msa_stages_ms(q, k, v, *self._index(case, q, k), **sizes)
         return by_family(times, case.proxy)
 
