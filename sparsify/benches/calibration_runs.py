@@ -38,7 +38,7 @@ LOGGER = logging.getLogger("sparsify")
 
 MOBA = tuple(replace(c, decode="sparse") for c in PUBLISHED if c.method == "moba")
 PROXY, LEARNED = (c for c in PUBLISHED if c.method == "msa")
-MOBA_SHAPES = tuple(AttentionShape(16, 16 // group, 128, 128) for group in (1, 4, 8))
+MOBA_SHAPES = tuple(AttentionShape(16, 16 // group, 128, 128) for group in (1, 4, 8, 16))
 # Heads of whole models: few key/value heads would leave a GPU idle in decode. One more group of
 # either number of key/value heads shares most kernels with the others.
 LEARNED_SHAPES = tuple(AttentionShape(*heads, 128, 128) for heads in ((64, 4), (64, 8), (32, 8)))
