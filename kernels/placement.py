@@ -22,6 +22,8 @@ from sparsify.kernels.layout import Layout, block_count
 
 __all__ = ["Placement", "place"]
 
+_FAR = 1 << 30  # positions beyond are all the same: behind every key, and 32 bits hold them
+
 
 class Placement(NamedTuple):
     """Positions of a call; all tensors are None in a plain one.
@@ -166,6 +168,7 @@ def _rows(
         return x_BM.gather(1, document_BT)
 
     position = row_BT - of(spans.q_from) + of(spans.start) - of(spans.origin)
+    position = position.clamp(max=_FAR)
     known = known & (position >= 0)
     own = position.clamp(min=0) // block_size
     past = own.minimum(of(count_BM)) * known

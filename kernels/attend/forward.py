@@ -114,7 +114,8 @@ def sparse(
     for part in slices(q, v, chooser, workspace_bytes, shape.share):
         idx, own = chooser.rows(*part)
         parts = None
-        if chooser.chosen and placement.blocks > 1:
+        # A query behind all keys has a past block even if there is only one.
+        if chooser.chosen and placement.blocks > int(placement.plain):
             # Not by the slice: a row must not depend on how the work is cut.
             fixed = (q, k, v, idx, placement, shape, part, chooser.chosen)
             few = q.shape[2] <= FEW_QUERIES

@@ -134,3 +134,20 @@ def test_heads_that_lie_far_apart(block, buffer, by_block):
     lists = accelerated.moba_select(far.q, far.k, Layout(), None, **sizes)
     assert torch.equal(lists, accelerated.moba_select(near.q, near.k, Layout(), None, **sizes))
     assert_attention(accelerated.moba_attention(*far, Layout(), None, **sizes), lists, near, block)
+
+
+@pytest.mark.parametrize("start", [3, 100, 2**31 - 5, 2**40])
+@pytest.mark.parametrize("keys", [15, 70])
+def test_queries_behind_all_keys(keys, start, path):
+    """All their blocks are past ones, be it a single one."""
+    x = inputs(heads=2, groups=1, queries=20, keys=keys)
+    index = inputs(queries=20, keys=keys, size=32, seed=1)
+    layout = Layout(q_start=torch.tensor([start]))
+    for local in ("inside", "union"):
+        sizes = {"block_size": BLOCK, "topk": 2, "local": local}
+        lists = accelerated.msa_select(index.q, index.k, layout, **sizes)
+        assert torch.equal(lists, reference.msa_select(index.q, index.k, layout, **sizes))
+        got = accelerated.msa_attention(*x, index.q, index.k, layout, **sizes)
+        assert_attention(got, lists, x, BLOCK, layout=layout)
+        listed = accelerated.block_attention(*x, lists, layout, block_size=BLOCK)
+        assert_attention(listed, lists, x, BLOCK, layout=layout)
