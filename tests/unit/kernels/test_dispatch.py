@@ -59,8 +59,8 @@ def accelerated():
 
 
 @pytest.mark.parametrize("impl", ["auto", "triton"])
-@pytest.mark.parametrize("name", MOBA_OPS)
-def test_moba_on_a_gpu_runs_the_kernels(name, impl, accelerated, monkeypatch):
+@pytest.mark.parametrize("name", MOBA_OPS + MSA_OPS)
+def test_a_gpu_runs_the_kernels(name, impl, accelerated, monkeypatch):
     monkeypatch.setenv("SPARSIFY_IMPL", impl)
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         assert chosen(name, dtype=dtype) is accelerated
@@ -121,13 +121,19 @@ def test_long_lists_go_to_the_reference_unless_they_hold_every_block(accelerated
     assert chosen("moba_attention", keys=1000, options=every) is accelerated
 
 
-@pytest.mark.parametrize("name", MSA_OPS)
-def test_msa_has_no_kernels(name, monkeypatch):
-    monkeypatch.setenv("SPARSIFY_IMPL", "auto")
-    assert chosen(name) is reference
-    monkeypatch.setenv("SPARSIFY_IMPL", "triton")
-    with pytest.raises(UsageError, match=f"there are no Triton kernels for {name} yet"):
-        chosen(name)
+@pytest.mark.parametrize("name", ["kda", "moba_attention_twice"])
+def test_other_ops_have_no_kernels(name, accelerated):
+    own = tensors("moba_attention")
+    why = accelerated.unsupported(name, own, Layout(), SIZES)
+    assert why == f"there are no Triton kernels for {name} yet"
+
+
+def test_documents_count_among_the_blocks(accelerated):
+    """Each of them may have a block that is not full."""
+    for documents, runs in ((2**10, True), (2**19, False)):
+        cumulative = torch.empty(documents + 1, dtype=torch.int32)
+        layout = Layout(cu_seqlens_q=cumulative)
+        assert (chosen("moba_attention", layout=layout) is accelerated) == runs
 
 
 @pytest.mark.parametrize("name", MOBA_OPS)
