@@ -110,7 +110,10 @@ def _softmax(q_GRTD: Tensor, k_GLD: Tensor, mask: TileMask, scale: float) -> _So
 
 def _normalised(logits: Tensor) -> _Softmax:
     """Maximum and sum kept apart; overwrites the logits."""
-    top = logits.amax(-1, keepdim=True)
+    if logits.shape[-1]:
+        top = logits.amax(-1, keepdim=True)
+    else:  # rows without a key
+        top = logits.new_full((*logits.shape[:-1], 1), _HIDDEN)
     dead = top == _HIDDEN
     top = top.masked_fill(dead, 0.0)
     weights = logits.sub_(top).exp_()

@@ -256,3 +256,13 @@ def test_many_more_places_than_blocks_cost_no_memory(kind):
 def test_result_is_finite_and_right_with_a_tiny_workspace():
     case = make(keys=50, heads=8, groups=4)
     assert close(run("moba", case, 4, 3, workspace_bytes=1)[0], run("moba", case, 4, 3)[0])
+
+
+def test_lists_without_places_attend_nothing(form):
+    case = make(keys=9)
+    q, k, v = (case[name].requires_grad_() for name in "qkv")
+    lists = torch.empty(*q.shape[:3], 0, dtype=torch.int32)
+    out, lse = schemas.block_attention(q, k, v, lists, block_size=4)
+    assert not bool(out.any()) and bool((lse == -INF).all())
+    out.sum().backward()
+    assert all(not bool(x.grad.any()) for x in (q, k, v))
