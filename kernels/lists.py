@@ -1,7 +1,7 @@
 """Lists of blocks in the two forms they have: of the ops, and of the kernels.
 
 The ops' lists are ascending numbers of each sequence's own blocks, the own block last. The kernels'
-hold past blocks only, numbered through the batch row, in any order, -1 behind.
+hold past blocks only, numbered through the batch row, ascending, -1 behind.
 
 Legend: B batch, H lists of a batch row (one per query head or per key group), T queries, K list
 places, W places of a kernel's list.
