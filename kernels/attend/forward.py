@@ -136,10 +136,16 @@ def _parts(q: Tensor, v: Tensor, idx: Tensor, chosen: int, share: int) -> Parts:
 
 
 def entries_per_item(
-    q: Tensor, k: Tensor, v: Tensor, placement: Placement, shape: Shape, queries: int
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    placement: Placement,
+    shape: Shape,
+    queries: int,
+    force: Path | None = None,
 ) -> int:
     """Entries of a work item of the kernel that will run a slice of `queries`."""
-    if large_hopper.fits(q, k, v, placement, shape):
+    if force != "triton" and large_hopper.fits(q, k, v, placement, shape):
         return large_hopper.ROWS
     return chunk_of(shape.tiles, queries)
 
@@ -155,19 +161,29 @@ def by_block(
     chosen: int,
     force: Path | None = None,
 ) -> Parts:
+    """Partial outputs of a slice.
+
+    Args:
+        force: "triton" for the plain kernels; "gluon" for one of Hopper's or an error.
+
+    Raises:
+        ValueError: no kernel of Hopper's can do the call that is forced on it.
+    """
     tiles = shape.tiles
-    chunk = entries_per_item(q, k, v, placement, shape, part.queries)
+    chunk = entries_per_item(q, k, v, placement, shape, part.queries, force)
     index = reverse_index(idx, placement.blocks, chunk)
     # After the index, whose scratch memory it takes over.
     parts = _parts(q, v, idx, chosen, shape.share)
-    if large_hopper.fits(q, k, v, placement, shape):
+    if force != "triton" and large_hopper.fits(q, k, v, placement, shape):
         fixed = (placement, shape, part, chosen, idx.shape[2])
         large_hopper.large_block(q, k, v, index, parts, *fixed)
         return parts
-    if (force or path(q, k, v, placement, shape)) == "gluon":
+    if force != "triton" and path(q, k, v, placement, shape) == "gluon":
         fixed = (placement, shape, part, chosen, idx.shape[2])
         shared_hopper.shared_block(q, k, v, index, parts, *fixed)
         return parts
+    if force == "gluon":
+        raise ValueError("no Gluon kernel fits this call.")
     options: dict[str, object] = {"num_warps": tiles.warps}
     keys: object = k
     values: object = v

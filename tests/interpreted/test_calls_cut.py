@@ -8,6 +8,7 @@ import torch
 from sparsify.kernels import accelerated, reference, schemas
 from sparsify.kernels.attend import cutting, forward
 from sparsify.kernels.layout import Layout
+from sparsify.kernels.placement import place
 from sparsify.kernels.select import moba, msa
 from tests._util.parity import assert_attention, inputs
 
@@ -151,3 +152,15 @@ def test_queries_behind_all_keys(keys, start, path):
         assert_attention(got, lists, x, BLOCK, layout=layout)
         listed = accelerated.block_attention(*x, lists, layout, block_size=BLOCK)
         assert_attention(listed, lists, x, BLOCK, layout=layout)
+
+
+def test_a_kernel_that_does_not_fit_is_not_forced_on_a_call():
+    x = inputs(heads=2, keys=100)
+    placement = place(Layout(), 1, 100, 100, BLOCK)
+    shape = forward.shape_of(*x, BLOCK, None)
+    chooser = moba.Gate(x.q, x.k, placement, None, BLOCK, 2)
+    want = forward.sparse(*x, placement, shape, chooser, 1 << 30)
+    plain = forward.sparse(*x, placement, shape, chooser, 1 << 30, "triton")
+    assert all(torch.equal(a, b) for a, b in zip(plain, want, strict=True))
+    with pytest.raises(ValueError, match="no Gluon kernel fits"):
+        forward.sparse(*x, placement, shape, chooser, 1 << 30, "gluon")

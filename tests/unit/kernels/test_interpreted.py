@@ -1,44 +1,25 @@
-"""Runs `tests/interpreted` with Triton's interpreter, each file in a process of its own."""
+"""Runs `tests/interpreted`, what is MSA's excepted: two files, for two processes."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
-from pathlib import Path
-from xml.etree import ElementTree
 
 import pytest
 
-ROOT = Path(__file__).parents[3]
-FOLDER = ROOT / "tests" / "interpreted"
-FILES = sorted(path.name for path in FOLDER.glob("test_*.py"))
+from tests._util.interpreting import FOLDER, OF_MSA, OTHERS, ROOT, assert_passes_and_ran
 
 
 def test_there_are_files():
-    assert len(FILES) >= 4
+    assert len(OTHERS) >= 6 and len(OF_MSA) >= 4
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("name", OTHERS)
 def test_file_passes_and_ran(name, tmp_path):
     pytest.importorskip("triton")
-    report = tmp_path / "report.xml"
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    environment.pop("SPARSIFY_IMPL", None)
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-    done = subprocess.run(
-        [*command, f"--junitxml={report}", str(FOLDER / name)],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
-    suite = ElementTree.parse(report).getroot().find("testsuite")
-    assert int(suite.get("tests")) >= 5
-    assert int(suite.get("skipped")) == 0
+    assert_passes_and_ran(name, tmp_path)
 
 
 def test_nothing_is_collected_without_the_interpreter():
