@@ -247,7 +247,8 @@ def block_attention(
         block_size: keys of a block, at least 1.
         scale: factor of the logits; default `D ** -0.5`.
         deterministic: the backward pass sums in a fixed order.
-        workspace_bytes: bound on scratch memory, kept where one row of one head fits into it.
+        workspace_bytes: bound on scratch memory; on a GPU kept where 128 rows of a list, or of all
+            lists that one index key chooses, fit into it.
 
     Returns:
         out `[B, H, T, V]` in the dtype of q, and the log of the softmax sum `[B, H, T]` in float32

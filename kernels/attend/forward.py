@@ -18,6 +18,7 @@ from sparsify.kernels.attend.kv_outer import (
 )
 from sparsify.kernels.attend.q_outer import query_block_fwd_kernel, shared_query_fwd_kernel
 from sparsify.kernels.attend.shared_hopper import Path, path
+from sparsify.kernels.gpus import is_bulk
 from sparsify.kernels.placement import Placement
 from sparsify.kernels.select.index import reverse_index
 from sparsify.kernels.tiling import MOST_PROGRAMS, padded, span
@@ -359,13 +360,7 @@ def _fits_tma(k: Tensor, v: Tensor, placement: Placement, shape: Shape) -> bool:
     sizes_fit = (
         padded(shape.head_dim) == shape.head_dim and padded(shape.value_dim) == shape.value_dim
     )
-    return sizes_fit and all(map(_is_aligned, (k, v)))
-
-
-def _is_aligned(x: Tensor) -> bool:
-    size = x.element_size()
-    strides = [stride * size % 16 == 0 and stride > 0 for stride in x.stride()[:3]]
-    return x.stride(3) == 1 and all(strides) and x.data_ptr() % 16 == 0
+    return sizes_fit and all(map(is_bulk, (k, v)))
 
 
 def _descriptor(x: Tensor, rows: int) -> object:

@@ -7,12 +7,12 @@ where its names are others, the kernel is not to be had and the plain one does t
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from sparsify.kernels.gpus import gluon, is_bulk, is_hopper, processors
 from sparsify.kernels.placement import Placement
 from sparsify.kernels.select.index import ReverseIndex
 
@@ -33,16 +33,11 @@ def fits(q: Tensor, k: Tensor, v: Tensor, placement: Placement, shape: Shape) ->
     head each, blocks of whole tiles, nothing to mask, and rows that can be fetched in bulk."""
     if k.device.type != "cuda" or torch.version.hip is not None:
         return False
-    if not _is_hopper(k.device) or not _takes(q, shape):
+    if not is_hopper(k.device) or not _takes(q, shape):
         return False
     if not placement.plain or placement.key_mask is not None:
         return False
-    return _is_gathered(q) and all(map(_is_bulk, (k, v))) and _kernel() is not None
-
-
-@functools.cache
-def _is_hopper(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device) == (9, 0)
+    return _is_gathered(q) and all(map(is_bulk, (k, v))) and _kernel() is not None
 
 
 def _takes(q: Tensor, shape: Shape) -> bool:
@@ -60,27 +55,10 @@ def _is_gathered(q: Tensor) -> bool:
     return q.stride(3) == 1 and all(strides) and q.data_ptr() % 16 == 0
 
 
-def _is_bulk(x: Tensor) -> bool:
-    """Whether the tensor memory accelerator can fetch tiles."""
-    size = x.element_size()
-    strides = [stride > 0 and stride * size % 16 == 0 for stride in x.stride()[:3]]
-    return x.stride(3) == 1 and all(strides) and x.data_ptr() % 16 == 0
-
-
-@functools.cache
 def _kernel() -> Any:
     """The kernel, or None where Gluon is not as it was."""
-    try:
-        from sparsify.kernels.attend.large_hopper_kernel import large_block_hopper_fwd_kernel
-    except (ImportError, AttributeError):
-        return None
-    return large_block_hopper_fwd_kernel
-
-
-@functools.cache
-def _programs(device: torch.device) -> int:
-    """One for each multiprocessor: registers and shared memory hold no second one."""
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    module = gluon("sparsify.kernels.attend.large_hopper_kernel")
+    return None if module is None else module.large_block_hopper_fwd_kernel
 
 
 def large_block(
@@ -96,7 +74,7 @@ def large_block(
     width: int,
 ) -> None:
     """Fill the parts of a slice; only where `fits`, and with an index cut into `ROWS` entries."""
-    _kernel()[(min(index.bound, _programs(q.device)),)](
+    _kernel()[(min(index.bound, processors(q.device)),)](
         q,
         _tiles(k),
         _tiles(v),

@@ -8,13 +8,13 @@ where its names are others, the kernel is not to be had and the plain one does t
 
 from __future__ import annotations
 
-import functools
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from sparsify.kernels.attend.cutting import Parts, Shape, Slice
+from sparsify.kernels.gpus import gluon, is_bulk, is_hopper, processors
 from sparsify.kernels.placement import Placement
 from sparsify.kernels.select.index import ReverseIndex
 
@@ -30,18 +30,11 @@ _HALF = 64
 def path(q: Tensor, k: Tensor, v: Tensor, placement: Placement, shape: Shape) -> Path:
     """Which kernel attends past blocks: "gluon" where its tiles fit a Hopper GPU, "triton"
     elsewhere."""
-    if not _is_hopper(k.device) or not _takes(q, shape):
+    if not is_hopper(k.device) or not _takes(q, shape):
         return "triton"
     if not placement.plain or placement.key_mask is not None:
         return "triton"
-    return "gluon" if all(map(_is_bulk, (q, k, v))) and _kernel() is not None else "triton"
-
-
-@functools.cache
-def _is_hopper(device: torch.device) -> bool:
-    if device.type != "cuda" or torch.version.hip is not None:
-        return False
-    return torch.cuda.get_device_capability(device) == (9, 0)
+    return "gluon" if all(map(is_bulk, (q, k, v))) and _kernel() is not None else "triton"
 
 
 def _takes(q: Tensor, shape: Shape) -> bool:
@@ -49,27 +42,10 @@ def _takes(q: Tensor, shape: Shape) -> bool:
     return q.dtype in _DTYPES and sizes == _SHAPE and shape.group == shape.share
 
 
-def _is_bulk(x: Tensor) -> bool:
-    """Whether the tensor memory accelerator can fetch its rows."""
-    size = x.element_size()
-    strides = [stride > 0 and stride * size % 16 == 0 for stride in x.stride()[:3]]
-    return x.stride(3) == 1 and all(strides) and x.data_ptr() % 16 == 0
-
-
-@functools.cache
 def _kernel() -> Any:
     """The kernel, or None where Gluon is not as it was."""
-    try:
-        from sparsify.kernels.attend.kv_outer_hopper import shared_block_hopper_fwd_kernel
-    except (ImportError, AttributeError):
-        return None
-    return shared_block_hopper_fwd_kernel
-
-
-@functools.cache
-def _programs(device: torch.device) -> int:
-    """One for each multiprocessor: shared memory holds no second one."""
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    module = gluon("sparsify.kernels.attend.kv_outer_hopper")
+    return None if module is None else module.shared_block_hopper_fwd_kernel
 
 
 def shared_block(
@@ -86,7 +62,7 @@ def shared_block(
 ) -> None:
     """Fill the parts of a slice; only where `path` says so."""
     rows = parts.out.view(-1, shape.value_dim)
-    _kernel()[(min(index.bound, _programs(q.device)),)](
+    _kernel()[(min(index.bound, processors(q.device)),)](
         _boxes(q.transpose(1, 2), [1, 1, shape.share, _HALF]),
         _boxes(k, [1, 1, shape.block, _HALF]),
         _boxes(v, [1, 1, shape.block, _HALF]),

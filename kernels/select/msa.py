@@ -10,11 +10,11 @@ import triton
 from torch import Tensor
 
 from sparsify.kernels import tiling
+from sparsify.kernels.gpus import gluon
 from sparsify.kernels.placement import Placement
-from sparsify.kernels.select import msa_scores_hopper as hopper
 from sparsify.kernels.select import msa_tiles
 from sparsify.kernels.select.msa_scores import msa_scores_fwd_kernel
-from sparsify.kernels.select.msa_tiles import ROW_STEP, Path, padded_rows, path
+from sparsify.kernels.select.msa_tiles import HOPPER_SCORES, ROW_STEP, Path, padded_rows, path
 from sparsify.kernels.select.msa_topk import (
     msa_best_fwd_kernel,
     msa_choice_fwd_kernel,
@@ -105,7 +105,7 @@ class Index:
         self.path: Path = force or path(self.iq, self.ik, placement, block_size)
         if force == "gluon" and not msa_tiles.fits_gluon(self.iq, self.ik, placement, block_size):
             raise ValueError("The Gluon kernel scores plain calls with blocks of 128 keys alone.")
-        self.keys = hopper.keys_of(self.ik) if self.path == "gluon" else None
+        self.keys = gluon(HOPPER_SCORES).keys_of(self.ik) if self.path == "gluon" else None
         self.mask = None if placement.key_mask is None else placement.key_mask.contiguous()
         self.descriptors: dict[int, object] = {}
 
@@ -246,6 +246,7 @@ class Index:
 
     def _score_by_gluon(self, scores: Tensor, chunk: _Chunk) -> None:
         assert self.keys is not None
+        hopper = gluon(HOPPER_SCORES)
         row_tiles = triton.cdiv(chunk.rows, hopper.TILE_ROWS)
         splits = msa_tiles.splits(row_tiles * chunk.part.lists, chunk.blocks, self._processors())
         segment = triton.cdiv(chunk.blocks, splits)

@@ -8,11 +8,12 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from sparsify.kernels.gpus import gluon
 from sparsify.kernels.placement import Placement
-from sparsify.kernels.select import msa_scores_hopper as hopper
 from sparsify.kernels.tiling import HOPPER_SHARED, padded
 
 __all__ = [
+    "HOPPER_SCORES",
     "ROW_STEP",
     "Path",
     "ScoreTiles",
@@ -30,6 +31,7 @@ __all__ = [
 
 Path = Literal["gluon", "triton"]
 
+HOPPER_SCORES = "sparsify.kernels.select.msa_scores_hopper"
 ROW_STEP = 256  # rows of scores come in multiples of this, which every tile divides
 _FEW_ROWS = 64
 _SPLIT_STEPS = 16  # tiles that one program of the scores walks, at least
@@ -69,9 +71,12 @@ def of_one_kind(iq: Tensor, ik: Tensor) -> tuple[Tensor, Tensor]:
 
 def fits_gluon(iq: Tensor, ik: Tensor, placement: Placement, block_size: int) -> bool:
     """Whether the tiles of the Gluon kernel fit a call."""
-    if not placement.plain or block_size != hopper.BLOCK or iq.dtype != ik.dtype:
+    hopper = gluon(HOPPER_SCORES)
+    if hopper is None or not placement.plain:
         return False
-    return iq.shape[-1] in (64, 128) and hopper.is_matrix(ik)
+    if block_size != hopper.BLOCK or iq.dtype != ik.dtype:
+        return False
+    return iq.shape[-1] in (64, 128) and bool(hopper.is_matrix(ik))
 
 
 @functools.cache

@@ -39,7 +39,7 @@ def launched(block, **sizes):
     index = ReverseIndex(numbers, numbers.view(-1, 4), numbers[:1], 4096)
     stats = q.new_empty(4, KEYS, WIDTH, 2, dtype=torch.float32)
     parts = Parts(q.new_empty(4, KEYS, CHOSEN, v.shape[-1]), stats)
-    with launches() as found, mock.patch.object(large_hopper, "_programs", lambda _: 132):
+    with launches() as found, mock.patch.object(large_hopper, "processors", lambda _: 132):
         large_hopper.large_block(q, k, v, index, parts, placement, shape, part, CHOSEN, WIDTH)
     (launch,) = found
     return launch
@@ -136,15 +136,15 @@ def test_what_it_does_not_take(other):
 
 def test_rows_that_can_be_fetched():
     q, k, _ = tensors()
-    assert large_hopper._is_gathered(q) and large_hopper._is_bulk(k)
+    assert large_hopper._is_gathered(q) and large_hopper.is_bulk(k)
     across = torch.empty(1, 2, 128, KEYS, dtype=torch.bfloat16).mT
     odd = torch.empty(1, 2, KEYS, 132, dtype=torch.bfloat16)[..., :128]
     late = torch.empty(2 * KEYS * 128 + 1, dtype=torch.bfloat16)[1:].view(1, 2, KEYS, 128)
     for x in (across, odd, late):
-        assert not large_hopper._is_gathered(x) and not large_hopper._is_bulk(x)
+        assert not large_hopper._is_gathered(x) and not large_hopper.is_bulk(x)
     # One key for all heads can be gathered; descriptors have no stride of 0.
     shared = k[:, :1].expand(-1, 2, -1, -1)
-    assert large_hopper._is_gathered(shared) and not large_hopper._is_bulk(shared)
+    assert large_hopper._is_gathered(shared) and not large_hopper.is_bulk(shared)
 
 
 def hopper_call(**other):
@@ -155,7 +155,7 @@ def hopper_call(**other):
     device = SimpleNamespace(type="cuda")
     key = mock.Mock(wraps=k, device=device, stride=k.stride, data_ptr=k.data_ptr)
     key.element_size = k.element_size
-    with mock.patch.object(large_hopper, "_is_hopper", lambda _: True):
+    with mock.patch.object(large_hopper, "is_hopper", lambda _: True):
         return large_hopper.fits(q, key, v, placement, shape)
 
 

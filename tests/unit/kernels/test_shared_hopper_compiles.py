@@ -11,11 +11,13 @@ import torch
 
 pytest.importorskip("triton.experimental.gluon")
 
+from sparsify.kernels import gpus
 from sparsify.kernels.attend import shared_hopper
 from sparsify.kernels.attend.cutting import Parts, Slice
 from sparsify.kernels.attend.forward import shape_of
 from sparsify.kernels.layout import Layout
 from sparsify.kernels.placement import place
+from sparsify.kernels.select import msa_tiles
 from sparsify.kernels.select.index import ReverseIndex
 from tests._util.compiling import SHARED_BYTES, compiled, launches, resources
 
@@ -39,7 +41,7 @@ def launched(**sizes):
     stats = q.new_empty(GROUPS, KEYS, WIDTH, 2, 16, dtype=torch.float32)
     parts = Parts(q.new_empty(GROUPS, KEYS, CHOSEN, 16, 128), stats)
     part, placement = Slice(0, GROUPS, 0, KEYS), place(Layout(), 1, KEYS, KEYS, 128)
-    with launches() as found, mock.patch.object(shared_hopper, "_programs", lambda _: 132):
+    with launches() as found, mock.patch.object(shared_hopper, "processors", lambda _: 132):
         shared_hopper.shared_block(q, k, v, index, parts, placement, shape, part, CHOSEN, WIDTH)
     (launch,) = found
     return launch
@@ -73,7 +75,7 @@ def way(*, block=128, share=16, capability=(9, 0), layout=None, tensors_of=None,
     q, k, v = tensors_of or tensors(**sizes)
     shape = shape_of(q, k, v, block, None, share)
     placement = place(layout or Layout(), 1, KEYS, KEYS, block)
-    with mock.patch.object(shared_hopper, "_is_hopper", lambda _: capability == (9, 0)):
+    with mock.patch.object(shared_hopper, "is_hopper", lambda _: capability == (9, 0)):
         return shared_hopper.path(q, k, v, placement, shape)
 
 
@@ -114,11 +116,11 @@ def test_rows_that_cannot_be_fetched_in_bulk():
 
 def test_there_is_none_without_hopper():
     """Neither on a CPU nor on AMD's GPUs is a capability asked for."""
-    assert not shared_hopper._is_hopper(torch.device("cpu"))
+    assert not shared_hopper.is_hopper(torch.device("cpu"))
     with mock.patch.object(torch.version, "hip", "7.0"):
-        shared_hopper._is_hopper.cache_clear()
-        assert not shared_hopper._is_hopper(torch.device("cuda"))
-    shared_hopper._is_hopper.cache_clear()
+        shared_hopper.is_hopper.cache_clear()
+        assert not shared_hopper.is_hopper(torch.device("cuda"))
+    shared_hopper.is_hopper.cache_clear()
 
 
 def test_a_triton_without_gluon_leaves_the_plain_kernel(monkeypatch):
@@ -199,3 +201,23 @@ def test_barriers_neither_block_nor_let_a_slot_be_overwritten(seed):
 
     done = simulated(items, choose)
     assert done == (list(range(0, sum(items), 2)), list(range(1, sum(items), 2)))
+
+
+def test_a_triton_whose_gluon_changed_is_told_once(caplog):
+    gpus.gluon.cache_clear()
+    with caplog.at_level("WARNING"):
+        assert gpus.gluon("sparsify.kernels.attend.no_such_kernel") is None
+        assert gpus.gluon("sparsify.kernels.attend.no_such_kernel") is None
+        assert gpus.gluon("sparsify.kernels.attend.kv_outer_hopper") is not None
+    told = [record for record in caplog.records if "plain ones run" in record.message]
+    assert len(told) == 1
+    gpus.gluon.cache_clear()
+
+
+def test_scores_have_a_plain_kernel_without_gluon(monkeypatch):
+    iq = torch.empty(1, 4, 256, 128, dtype=torch.bfloat16)
+    ik = torch.empty(1, 1, 4096, 128, dtype=torch.bfloat16)
+    placement = place(Layout(), 1, 256, 4096, 128)
+    assert msa_tiles.fits_gluon(iq, ik, placement, 128)
+    monkeypatch.setattr(msa_tiles, "gluon", lambda _: None)
+    assert not msa_tiles.fits_gluon(iq, ik, placement, 128)
