@@ -216,22 +216,10 @@ def moba_attention_backward(
     call = selection.resumed(block_size)
     flat_k = gather_pages(k, layout.page_table)
     blocks = _moba_lists(q, flat_k, layout, block_means, block_size, topk, call)
-    grads: tuple[Tensor, Tensor, Tensor] = reference.block_attention_backward(
-        grad_out,
-        grad_lse,
-        q,
-        k,
-        v,
-        blocks,
-        out,
-        lse,
-        layout,
-        block_size=block_size,
-        scale=scale,
-        deterministic=deterministic,
-        workspace_bytes=workspace_bytes,
-    )
-    return grads
+    options: dict[str, Any] = {"scale": scale, "deterministic": deterministic}
+    options["workspace_bytes"] = workspace_bytes
+    made = (grad_out, grad_lse, q, k, v, blocks, out, lse, layout)
+    return block_attention_backward(*made, block_size=block_size, **options)
 
 
 @_on_its_device
@@ -293,22 +281,10 @@ def msa_attention_backward(
     call = selection.resumed(block_size)
     flat_ik = gather_pages(ik, layout.page_table)
     blocks = _msa_lists(iq, flat_ik, layout, block_size, topk, local, call)
-    grads: tuple[Tensor, Tensor, Tensor] = reference.block_attention_backward(
-        grad_out,
-        grad_lse,
-        q,
-        k,
-        v,
-        blocks,
-        out,
-        lse,
-        layout,
-        block_size=block_size,
-        scale=scale,
-        deterministic=deterministic,
-        workspace_bytes=workspace_bytes,
-    )
-    return grads
+    options: dict[str, Any] = {"scale": scale, "deterministic": deterministic}
+    options["workspace_bytes"] = workspace_bytes
+    made = (grad_out, grad_lse, q, k, v, blocks, out, lse, layout)
+    return block_attention_backward(*made, block_size=block_size, **options)
 
 
 def _listed(
