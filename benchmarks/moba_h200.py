@@ -8,35 +8,37 @@ with a cold L2 cache; `graph` replays the op as a CUDA graph. Dense is torch's b
 memory is the peak beyond inputs and outputs.
 """
 
-import argparse
-import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from common import (
     DEVICE,
-    eager,
-    guarded,
+    Choices,
+    Results,
+    against_dense,
+    error_lines,
+    errors,
+    head_line,
+    is_exact,
+    is_right,
     line,
+    parser,
     poisoned,
-    relative,
+    target_lines,
     timing,
     tokens_of,
     tokens_outermost,
 )
 
-from sparsify.benches.dense import best, dense_times
 from sparsify.benches.stages import NAMES, moba_stages_ms
-from sparsify.files import write_text
 from sparsify.kernels import accelerated, reference
 from sparsify.kernels.gaps import moba_gaps
 from sparsify.kernels.layout import Layout
-from sparsify.timing import extra_bytes, machine, time_call
+from sparsify.timing import extra_bytes
 
 RESULTS = Path(__file__).parent / "results" / "moba_h200.json"
 HEAD_DIM = 128
-ONCE_FROM = 512 << 10  # dense attention is timed once from here on
 LAUNCHED_FROM = 1 << 20  # launches are nothing beside such calls; a graph would hold much memory
 MOST_EXTRA_GIB = 3.0  # at 512k tokens, 128/8
 MOST_HOT_RATIO = 1.15
@@ -104,35 +106,9 @@ def check(heads, groups, tokens, block, topk) -> dict[str, Any]:
         mine = accelerated.moba_select(q, k, Layout(), None, **sizes)
         out, lse = moba(q, k, v, block, topk)()
     again, _ = moba(q, k, v, block, topk)()
-    off = (mine != theirs).any(-1)
-    close = moba_gaps(q, k, **sizes).close()
-    exact, exact_lse = reference.block_attention(
-        q.double(), k.double(), v.double(), mine, Layout(), block_size=block
-    )
-    found = {
-        "rows_off": off.float().mean().item(),
-        "rows_off_by_more_than_rounding": int((off & ~close).sum()),
-        "error": relative(out, exact),
-        "eager_error": relative(eager(q, k, v, mine, block), exact),
-        "lse_error": (lse - exact_lse).abs().max().item(),
-        "nan": out.isnan().any().item() or lse.isnan().any().item(),
-        "bit_equal_without_poison": torch.equal(out, again),
-    }
-    right = found["rows_off"] <= 0.01 and not found["rows_off_by_more_than_rounding"]
-    exact_enough = found["error"] <= 2 * found["eager_error"] and not found["nan"]
-    return {**found, "ok": right and exact_enough and found["bit_equal_without_poison"]}
-
-
-def dense(q, k, v, tokens):
-    """Times of torch's dense kernels, and whether they were timed once."""
-    once = tokens >= ONCE_FROM
-
-    def one(run):
-        if once:
-            return time_call(run, device=DEVICE, repeats=1, warm_up=int(tokens < 1 << 20))
-        return timing(run, repeats=7)
-
-    return dense_times(q, k, v, one), once
+    choices = Choices(mine, theirs, moba_gaps(q, k, **sizes).close())
+    found = errors(q, k, v, choices, (out, lse), again, block)
+    return {**found, "ok": is_right(found) and is_exact(found)}
 
 
 def run_case(case: Case, with_dense: bool) -> dict[str, Any]:
@@ -165,19 +141,8 @@ def run_case(case: Case, with_dense: bool) -> dict[str, Any]:
     }
     torch.cuda.empty_cache()
     if with_dense:
-        row |= against_dense(q, k, v, case, chosen.median_ms)
+        row |= against_dense(q, k, v, case.tokens, chosen.median_ms, repeats=7)
     return row
-
-
-def against_dense(q, k, v, case, ms) -> dict[str, Any]:
-    times, once = dense(q, k, v, case.tokens)
-    fastest = best(times)
-    return {
-        "dense_ms": {name: one.median_ms for name, one in times.items()},
-        "dense_timed_once": once,
-        "dense_best": fastest,
-        "speedup": None if fastest is None else times[fastest].median_ms / ms,
-    }
 
 
 def hot_blocks(block=128, topk=8, tokens=128 << 10, heads=16) -> dict[str, Any]:
@@ -216,14 +181,8 @@ def show(row: dict[str, Any]) -> None:
 
 def table(result: dict[str, Any]) -> None:
     """What was to be reached, and what was."""
-    print(f"\n{'case':16} {'what':10} {'measured':>12} {'target':>10} {'':6} speed-up over dense")
-    for row in result["rows"]:
-        if row["target_ms"] is None:
-            continue
-        once = " (dense timed once)" if row.get("dense_timed_once") else ""
-        gain = f"{row['speedup']:.1f}x {row['dense_best']}{once}" if row.get("speedup") else ""
-        measured, what = row[row["target_of"]], row["target_of"].replace("_ms", "")
-        line(row["case"], what, f"{measured:.3f} ms", f"{row['target_ms']} ms", row["met"], gain)
+    head_line()
+    target_lines(result["rows"])
     for row in result["rows"]:
         if row["case"] == "128/8:512k":
             extra = row["extra_gib"]
@@ -232,40 +191,22 @@ def table(result: dict[str, Any]) -> None:
     hot = result.get("hot_blocks")
     if hot:
         line(hot["case"], "hot blocks", f"{hot['ratio']:.3f}x", f"{hot['most']}x", hot["met"])
-    for found in result["checks"]:
-        bound = f"{2 * found['eager_error']:.2e}"
-        line(str(found["shape"]), "error", f"{found['error']:.2e}", bound, found["ok"])
+    error_lines(result["checks"])
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--cases", help="such as 128/8:32k,512/3:1m; all of the table by default")
-    parser.add_argument("--json", default=RESULTS, metavar="OUT.json")
-    parser.add_argument("--no-check", action="store_true")
-    parser.add_argument("--no-dense", action="store_true")
-    args = parser.parse_args()
+    args = parser(__doc__, RESULTS, "128/8:32k,512/3:1m").parse_args()
     cases = CASES if args.cases is None else tuple(map(named_case, args.cases.split(",")))
-    result = {**machine(DEVICE), "what": __doc__.split("\n\n")[2].strip(), "dtype": "bf16"}
-    failed: list[str] = []
-    result |= {"checks": [], "rows": [], "failed": failed}
-
-    def keep():
-        write_text(args.json, json.dumps(result, indent=1) + "\n", force=True)
-
+    what = __doc__.split("\n\n")[2].strip()
+    results = Results(args.json, what=what, dtype="bf16", checks=[], rows=[])
     for shape in () if args.no_check else CHECKS:
-        found = guarded(f"check {shape}", lambda shape=shape: check(*shape), failed)
-        result["checks"] += [] if found is None else [{"shape": list(shape), **found}]
-        print({"check": shape, **(found or {})}, flush=True)
+        results.check(shape, lambda shape=shape: check(*shape))
     for case in cases:
-        row = guarded(case.name, lambda case=case: run_case(case, not args.no_dense), failed)
-        if row is not None:
-            result["rows"].append(row)
-            show(row)
-        keep()  # a later case may run out of time
+        results.row(case.name, lambda case=case: run_case(case, not args.no_dense), show)
     if args.cases is None:
-        result["hot_blocks"] = guarded("hot blocks", hot_blocks, failed)
-    table(result)
-    keep()
+        results.add("hot_blocks", hot_blocks)
+    table(results.found)
+    results.keep()
 
 
 if __name__ == "__main__":

@@ -14,23 +14,20 @@ of the attention.
 
 import argparse
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
-from common import DEVICE, guarded, line, poisoned, relative, timing
+from common import DEVICE, Results, guarded, head_line, line, parser, poisoned, relative, timing
 from torch.nn.attention import sdpa_kernel
 
 from sparsify.benches.dense import BACKENDS
-from sparsify.files import write_text
 from sparsify.kernels import decoding, reference
 from sparsify.kernels.attend import decode
 from sparsify.kernels.gaps import msa_gaps
 from sparsify.kernels.layout import Layout
 from sparsify.kernels.select import decode_choice
-from sparsify.timing import machine
 
 RESULTS = Path(__file__).parent / "results" / "msa_decode_h200.json"
 HEADS, GROUPS, SIZE, BLOCK, TOPK = 64, 4, 128, 128, 16
@@ -274,7 +271,7 @@ def show(row: dict[str, Any]) -> None:
 
 def table(result: dict[str, Any]) -> None:
     """What was to be reached, and what was."""
-    print(f"\n{'case':16} {'what':10} {'measured':>12} {'target':>10} {'':6} speed-up over dense")
+    head_line()
     for row in result["rows"]:
         if row["target_ms"] is not None:
             gain = f"{row['speedup']:.1f}x" if row.get("speedup") else ""
@@ -286,25 +283,15 @@ def table(result: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--cases", help="such as 128k,1m:fp8; all of the table by default")
-    parser.add_argument("--json", default=RESULTS, metavar="OUT.json")
-    parser.add_argument("--no-check", action="store_true")
-    parser.add_argument("--no-dense", action="store_true")
-    parser.add_argument("--tune", action="store_true")
-    options = parser.parse_args()
+    known = parser(__doc__, RESULTS, "128k,1m:fp8")
+    known.add_argument("--tune", action="store_true")
+    options = known.parse_args()
     names = None if options.cases is None else options.cases.split(",")
     cases = [case for case in CASES if names is None or case.name in names]
-    failed: list[str] = []
-    what = " ".join(__doc__.split("\n\n")[2].split())
-    result: dict[str, Any] = {**machine(DEVICE), "what": what, "rows": [], "failed": failed}
+    results = Results(options.json, what=" ".join(__doc__.split("\n\n")[2].split()), rows=[])
     for case in cases:
-        row = guarded(case.name, lambda case=case: with_dense(case, options), failed)
-        if row is not None:
-            result["rows"].append(row)
-            show(row)
-        write_text(options.json, json.dumps(result, indent=1) + "\n", force=True)
-    table(result)
+        results.row(case.name, lambda case=case: with_dense(case, options), show)
+    table(results.found)
 
 
 if __name__ == "__main__":

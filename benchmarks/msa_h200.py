@@ -11,7 +11,6 @@ is torch's best of the same run; from 512k tokens on it is timed once, at 1m wit
 `--workload` times the batch-1 calls of MSA's public prefill workload, weighted as there.
 """
 
-import argparse
 import json
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,22 +18,27 @@ from typing import Any, NamedTuple
 import torch
 from common import (
     DEVICE,
-    eager,
-    guarded,
+    Choices,
+    Results,
+    against_dense,
+    error_lines,
+    errors,
+    head_line,
+    is_exact,
+    is_right,
     line,
+    parser,
     poisoned,
-    relative,
+    target_lines,
     timing,
     tokens_of,
     tokens_outermost,
 )
 
-from sparsify.benches.dense import best, dense_times
-from sparsify.files import write_text
 from sparsify.kernels import accelerated, reference
 from sparsify.kernels.gaps import msa_gaps
 from sparsify.kernels.layout import Layout
-from sparsify.timing import extra_bytes, machine, time_call
+from sparsify.timing import extra_bytes
 
 RESULTS = Path(__file__).parent / "results" / "msa_h200.json"
 WORKLOAD = Path(__file__).parent / "data" / "msa_workload.json"
@@ -42,7 +46,6 @@ HEADS, GROUPS, SIZE = 64, 4, 128
 BLOCK, TOPK = 128, 16
 SIZES = {"block_size": BLOCK, "topk": TOPK}
 CHUNK, SHORT = 16_384, 512
-ONCE_FROM = 512 << 10  # dense attention is timed once from here on
 MOST_SKEW_RATIO = 1.3
 HOT = 4  # blocks that every query chooses, in the skewed case
 FP8 = torch.float8_e4m3fn
@@ -119,24 +122,9 @@ def check(heads, groups, queries, keys, fp8=False) -> dict[str, Any]:
         mine = accelerated.msa_select(iq, ik, Layout(), **SIZES)
         out, lse = msa(x)()
     again, _ = msa(x)()
-    off = (mine != theirs).any(-1)
-    close = msa_gaps(*wide, **SIZES).close()
-    exact, exact_lse = reference.block_attention(
-        q.double(), k.double(), v.double(), mine, Layout(), block_size=BLOCK
-    )
-    found = {
-        "fp8": fp8,
-        "rows_off": off.float().mean().item(),
-        "rows_off_by_more_than_rounding": int((off & ~close).sum()),
-        "error": relative(out, exact),
-        "eager_error": relative(eager(q, k, v, mine, BLOCK), exact),
-        "lse_error": (lse - exact_lse).abs().max().item(),
-        "nan": out.isnan().any().item() or lse.isnan().any().item(),
-        "bit_equal_without_poison": torch.equal(out, again),
-    }
-    right = fp8 or (found["rows_off"] <= 0.01 and not found["rows_off_by_more_than_rounding"])
-    exact_enough = found["error"] <= 2 * found["eager_error"] and not found["nan"]
-    return {**found, "ok": right and exact_enough and found["bit_equal_without_poison"]}
+    choices = Choices(mine, theirs, msa_gaps(*wide, **SIZES).close())
+    found = {"fp8": fp8, **errors(q, k, v, choices, (out, lse), again, BLOCK)}
+    return {**found, "ok": (fp8 or is_right(found)) and is_exact(found)}
 
 
 def run_case(case: Case, with_dense: bool) -> dict[str, Any]:
@@ -158,26 +146,8 @@ def run_case(case: Case, with_dense: bool) -> dict[str, Any]:
     }
     torch.cuda.empty_cache()
     if with_dense and case.kind == "whole" and not case.fp8:
-        row |= against_dense(*x[:3], case, taken.median_ms)
+        row |= against_dense(*x[:3], case.keys, taken.median_ms, repeats=5)
     return row
-
-
-def against_dense(q, k, v, case, ms) -> dict[str, Any]:
-    once = case.keys >= ONCE_FROM
-
-    def one(run):
-        if once:
-            return time_call(run, device=DEVICE, repeats=1, warm_up=int(case.keys < 1 << 20))
-        return timing(run, repeats=5)
-
-    times = dense_times(q, k, v, one)
-    fastest = best(times)
-    return {
-        "dense_ms": {name: found.median_ms for name, found in times.items()},
-        "dense_timed_once": once,
-        "dense_best": fastest,
-        "speedup": None if fastest is None else times[fastest].median_ms / ms,
-    }
 
 
 def skew(tokens=128 << 10) -> dict[str, Any]:
@@ -226,58 +196,39 @@ def workload() -> dict[str, Any]:
     }
 
 
+def show(row: dict[str, Any]) -> None:
+    dense = row.get("dense_ms", "")
+    print(f"{row['case']:16} {row['ms']:9.3f} ms, extra {row['extra_gib']:.2f} GiB {dense}")
+
+
 def table(result: dict[str, Any]) -> None:
     """What was to be reached, and what was."""
-    print(f"\n{'case':16} {'what':10} {'measured':>12} {'target':>10} {'':6} speed-up over dense")
-    for row in result["rows"]:
-        if row["target_ms"] is None:
-            continue
-        once = " (dense timed once)" if row.get("dense_timed_once") else ""
-        gain = f"{row['speedup']:.1f}x {row['dense_best']}{once}" if row.get("speedup") else ""
-        line(row["case"], "ms", f"{row['ms']:.3f} ms", f"{row['target_ms']} ms", row["met"], gain)
+    head_line()
+    target_lines(result["rows"])
     skewed = result.get("skew")
     if skewed:
         ratio, most = f"{skewed['ratio']:.3f}x", f"{skewed['most']}x"
         line(skewed["case"], "skew", ratio, most, skewed["met"])
-    for found in result["checks"]:
-        bound = f"{2 * found['eager_error']:.2e}"
-        line(str(found["shape"]), "error", f"{found['error']:.2e}", bound, found["ok"])
+    error_lines(result["checks"])
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--cases", help="such as chunk:128k,whole:1m:fp8; all by default")
-    parser.add_argument("--json", default=RESULTS, metavar="OUT.json")
-    parser.add_argument("--no-check", action="store_true")
-    parser.add_argument("--no-dense", action="store_true")
-    parser.add_argument("--workload", action="store_true")
-    args = parser.parse_args()
+    options = parser(__doc__, RESULTS, "chunk:128k,whole:1m:fp8")
+    options.add_argument("--workload", action="store_true")
+    args = options.parse_args()
     cases = CASES if args.cases is None else tuple(map(named_case, args.cases.split(",")))
-    result = {**machine(DEVICE), "what": __doc__.split("\n\n")[2].strip(), "dtype": "bf16"}
-    failed: list[str] = []
-    result |= {"checks": [], "rows": [], "failed": failed}
-
-    def keep():
-        write_text(args.json, json.dumps(result, indent=1) + "\n", force=True)
-
-    shapes = () if args.no_check else (*((s, False) for s in CHECKS), (CHECKS[1], True))
-    for shape, fp8 in shapes:
-        found = guarded(f"check {shape}", lambda s=shape, f=fp8: check(*s, fp8=f), failed)
-        result["checks"] += [] if found is None else [{"shape": list(shape), **found}]
-        print({"check": shape, **(found or {})}, flush=True)
+    what = __doc__.split("\n\n")[2].strip()
+    results = Results(args.json, what=what, dtype="bf16", checks=[], rows=[])
+    for shape, fp8 in () if args.no_check else (*((s, False) for s in CHECKS), (CHECKS[1], True)):
+        results.check(shape, lambda shape=shape, fp8=fp8: check(*shape, fp8=fp8))
     for case in cases:
-        row = guarded(case.name, lambda case=case: run_case(case, not args.no_dense), failed)
-        if row is not None:
-            result["rows"].append(row)
-            dense = row.get("dense_ms", "")
-            print(f"{row['case']:16} {row['ms']:9.3f} ms, extra {row['extra_gib']:.2f} GiB {dense}")
-        keep()  # a later case may run out of time
+        results.row(case.name, lambda case=case: run_case(case, not args.no_dense), show)
     if args.cases is None:
-        result["skew"] = guarded("skew", skew, failed)
+        results.add("skew", skew)
     if args.workload:
-        result["workload"] = guarded("workload", workload, failed)
-    table(result)
-    keep()
+        results.add("workload", workload)
+    table(results.found)
+    results.keep()
 
 
 if __name__ == "__main__":

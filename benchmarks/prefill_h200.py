@@ -20,6 +20,7 @@ import json
 from pathlib import Path
 
 import torch
+from common import DEVICE, tokens_of
 from torch.nn.attention import sdpa_kernel
 from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -31,7 +32,6 @@ from sparsify.policy import PRESETS
 from sparsify.timing import machine, time_call
 
 RESULTS = Path(__file__).parent / "results" / "prefill_h200.json"
-DEVICE = "cuda"
 TOLERANCE = 1e-4  # max|a - b| / max|b| of float32 models, given the same blocks
 LLAMA_8B = {
     "vocab_size": 128256,
@@ -196,10 +196,6 @@ def loss(logits, ids):
     return torch.nn.functional.cross_entropy(logits[0, :-1], ids[0, 1:]).item()
 
 
-def size(text):
-    return int(text[:-1]) << {"k": 10, "m": 20}[text[-1]]
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--contexts", default="32k,128k")
@@ -219,7 +215,7 @@ def main():
         print(result["gpu_against_cpu"], flush=True)
         keep()
     if not args.no_speed:
-        keep(speed([size(text) for text in args.contexts.split(",")], keep))
+        keep(speed([tokens_of(text) for text in args.contexts.split(",")], keep))
 
 
 if __name__ == "__main__":

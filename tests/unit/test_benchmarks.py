@@ -23,6 +23,12 @@ def beside_each_other(monkeypatch):
 
 
 @pytest.fixture
+def common():
+    pytest.importorskip("triton")
+    return load("common")
+
+
+@pytest.fixture
 def msa():
     pytest.importorskip("triton")
     return load("msa_h200")
@@ -69,28 +75,28 @@ def test_the_table_says_what_was_missed(moba, capsys):
     assert not any(x.startswith("x ") for x in lines)
 
 
-def test_attention_written_out_is_that_of_the_reference(moba):
+def test_attention_written_out_is_that_of_the_reference(common):
     from sparsify.kernels import reference
     from sparsify.kernels.layout import Layout
 
     q, k, v = (torch.randn(1, heads, 50, 8, dtype=torch.float64) for heads in (4, 2, 2))
     blocks = reference.moba_select(q, k, Layout(), None, block_size=8, topk=3)
     exact, _ = reference.block_attention(q, k, v, blocks, Layout(), block_size=8)
-    assert moba.relative(moba.eager(q, k, v, blocks, 8), exact) < 1e-6
-    assert moba.relative(moba.eager(q, k, v, blocks[..., :1], 8), exact) > 1e-3
+    assert common.relative(common.eager(q, k, v, blocks, 8), exact) < 1e-6
+    assert common.relative(common.eager(q, k, v, blocks[..., :1], 8), exact) > 1e-3
 
 
-def test_memory_is_poisoned_only_inside(moba):
-    with moba.poisoned():
+def test_memory_is_poisoned_only_inside(common):
+    with common.poisoned():
         assert torch.empty(8).isnan().all() and torch.empty(8).new_empty(3).isnan().all()
     assert not torch.are_deterministic_algorithms_enabled()
 
 
-def test_one_case_that_fails_does_not_stop_the_others(moba, capsys):
+def test_one_case_that_fails_does_not_stop_the_others(common, capsys):
     failed = []
-    assert moba.guarded("this", lambda: 1 // 0, failed) is None
+    assert common.guarded("this", lambda: 1 // 0, failed) is None
     assert "this FAILED" in capsys.readouterr().out
-    assert moba.guarded("that", lambda: 5, failed) == 5
+    assert common.guarded("that", lambda: 5, failed) == 5
     assert failed == ["this: ZeroDivisionError: integer division or modulo by zero"]
 
 
