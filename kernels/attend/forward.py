@@ -1,6 +1,13 @@
-"""Forward passes: the stages of attention over lists of blocks, slice by slice."""
+"""Forward passes: the stages of attention over lists of blocks, slice by slice.
+
+Past blocks are attended block by block (`by_block`: the queries of each by the reverse index, in
+the kernel that `path` names) or, with few queries, query by query (`by_query`); `combine` adds each
+query's own block and merges. Where top-k covers every block, `combine` alone does it (`dense`).
+"""
 
 from __future__ import annotations
+
+from typing import Any, Literal
 
 import torch
 import triton
@@ -17,15 +24,16 @@ from sparsify.kernels.attend.kv_outer import (
     small_block_fwd_kernel,
 )
 from sparsify.kernels.attend.q_outer import query_block_fwd_kernel, shared_query_fwd_kernel
-from sparsify.kernels.attend.shared_hopper import Path, path
 from sparsify.kernels.gpus import is_bulk
 from sparsify.kernels.placement import Placement
-from sparsify.kernels.select.index import reverse_index
-from sparsify.kernels.tiling import MOST_PROGRAMS, padded, span
+from sparsify.kernels.select.index import ReverseIndex, reverse_index
+from sparsify.kernels.tiling import MOST_PROGRAMS, AttentionTiles, padded, span
 
 __all__ = [
     "Chooser",
+    "Forced",
     "Parts",
+    "Path",
     "Shape",
     "Slice",
     "by_block",
@@ -39,6 +47,9 @@ __all__ = [
     "slices",
     "sparse",
 ]
+
+Path = Literal["large gluon", "shared gluon", "triton"]
+Forced = Literal["gluon", "triton"]
 
 LOG2E = 1.4426950408889634
 # At most this many queries go query by query.
@@ -99,10 +110,9 @@ def sparse(
     shape: Shape,
     chooser: Chooser,
     workspace_bytes: int,
-    force: Path | None = None,
+    force: Forced | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention over the chosen past blocks and the own block; with `force` by that kernel instead
-    of what `path` says."""
+    """Attention over the chosen past blocks and the own block; `force` as in `by_block`."""
     out, lse = outputs(q, v)
     if not out.numel() or not k.shape[2]:
         out.zero_(), lse.fill_(float("-inf"))
@@ -136,19 +146,23 @@ def _parts(q: Tensor, v: Tensor, idx: Tensor, chosen: int, share: int) -> Parts:
     return Parts(q.new_empty(lists, count, chosen, share, v.shape[-1]), stats)
 
 
+def path(q: Tensor, k: Tensor, v: Tensor, placement: Placement, shape: Shape) -> Path:
+    """Which kernel attends past blocks block by block: one of the two for Hopper where its tiles
+    fit, the plain one elsewhere."""
+    if large_hopper.fits(q, k, v, placement, shape):
+        return "large gluon"
+    return "shared gluon" if shared_hopper.fits(q, k, v, placement, shape) else "triton"
+
+
 def entries_per_item(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    placement: Placement,
-    shape: Shape,
-    queries: int,
-    force: Path | None = None,
+    q: Tensor, k: Tensor, v: Tensor, placement: Placement, shape: Shape, queries: int
 ) -> int:
     """Entries of a work item of the kernel that will run a slice of `queries`."""
-    if force != "triton" and large_hopper.fits(q, k, v, placement, shape):
-        return large_hopper.ROWS
-    return chunk_of(shape.tiles, queries)
+    return _entries(path(q, k, v, placement, shape), shape.tiles, queries)
+
+
+def _entries(chosen: Path, tiles: AttentionTiles, queries: int) -> int:
+    return large_hopper.ROWS if chosen == "large gluon" else chunk_of(tiles, queries)
 
 
 def by_block(
@@ -160,7 +174,7 @@ def by_block(
     shape: Shape,
     part: Slice,
     chosen: int,
-    force: Path | None = None,
+    force: Forced | None = None,
 ) -> Parts:
     """Partial outputs of a slice.
 
@@ -170,46 +184,71 @@ def by_block(
     Raises:
         ValueError: no kernel of Hopper's can do the call that is forced on it.
     """
-    tiles = shape.tiles
-    chunk = entries_per_item(q, k, v, placement, shape, part.queries, force)
-    index = reverse_index(idx, placement.blocks, chunk)
+    way = "triton" if force == "triton" else path(q, k, v, placement, shape)
+    if force == "gluon" and way == "triton":
+        raise ValueError("no Gluon kernel fits this call.")
+    index = reverse_index(idx, placement.blocks, _entries(way, shape.tiles, part.queries))
     # After the index, whose scratch memory it takes over.
     parts = _parts(q, v, idx, chosen, shape.share)
-    if force != "triton" and large_hopper.fits(q, k, v, placement, shape):
-        fixed = (placement, shape, part, chosen, idx.shape[2])
+    fixed = (placement, shape, part, chosen, idx.shape[2])
+    if way == "large gluon":
         large_hopper.large_block(q, k, v, index, parts, *fixed)
-        return parts
-    if force != "triton" and path(q, k, v, placement, shape) == "gluon":
-        fixed = (placement, shape, part, chosen, idx.shape[2])
+    elif way == "shared gluon":
         shared_hopper.shared_block(q, k, v, index, parts, *fixed)
-        return parts
-    if force == "gluon":
-        raise ValueError("no Gluon kernel fits this call.")
-    options: dict[str, object] = {"num_warps": tiles.warps}
-    keys: object = k
-    values: object = v
-    if tiles.small and shape.share == 1:
-        kernel = small_block_fwd_kernel
-    elif tiles.small:
-        kernel = shared_block_fwd_kernel
-        options |= {"STAGES": tiles.stages} | shape.sharing()
     else:
-        kernel = large_block_fwd_kernel
-        options |= shape.sharing()
-        by_tma = _fits_tma(k, v, placement, shape)
-        options |= {"BY_TMA": by_tma, "STAGES": tiles.stages}
-        if tiles.max_registers and by_tma:
-            options["maxnreg"] = tiles.max_registers
-        if by_tma:
-            keys, values = _descriptor(k, tiles.columns), _descriptor(v, tiles.columns)
+        _plain(q, k, v, index, parts, *fixed)
+    return parts
+
+
+def _plain(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    index: ReverseIndex,
+    parts: Parts,
+    placement: Placement,
+    shape: Shape,
+    part: Slice,
+    chosen: int,
+    width: int,
+) -> None:
+    kernel, keys, values, options = _plain_kernel(k, v, placement, shape)
+    lists = (index.entries, index.work, index.items)
     kernel[(index.bound, shape.head_slices)](
-        q,
-        keys,
-        values,
-        index.entries,
-        index.work,
-        index.items,
-        *parts,
+        *(q, keys, values, *lists, *parts, *_blocks(q, k, v, placement, shape, part)),
+        **_constants(placement, shape, chosen, width),
+        M=shape.tiles.rows,
+        TILE_N=shape.tiles.columns,
+        EXACT_DOT=shape.exact,
+        **options,
+    )
+
+
+def _plain_kernel(
+    k: Tensor, v: Tensor, placement: Placement, shape: Shape
+) -> tuple[Any, object, object, dict[str, object]]:
+    """The kernel, keys and values as it fetches them, and its own options."""
+    tiles = shape.tiles
+    if tiles.small and shape.share == 1:
+        return small_block_fwd_kernel, k, v, {"num_warps": tiles.warps}
+    options = {"num_warps": tiles.warps, "STAGES": tiles.stages} | shape.sharing()
+    if tiles.small:
+        return shared_block_fwd_kernel, k, v, options
+    by_tma = _fits_tma(k, v, placement, shape)
+    options["BY_TMA"] = by_tma
+    if not by_tma:
+        return large_block_fwd_kernel, k, v, options
+    if tiles.max_registers:
+        options["maxnreg"] = tiles.max_registers
+    rows = tiles.columns
+    return large_block_fwd_kernel, _descriptor(k, rows), _descriptor(v, rows), options
+
+
+def _blocks(
+    q: Tensor, k: Tensor, v: Tensor, placement: Placement, shape: Shape, part: Slice
+) -> tuple[object, ...]:
+    """What kernels of past blocks are told of blocks, strides and the slice, in their order."""
+    return (
         placement.slot_BN,
         placement.keys_BN,
         placement.key_mask,
@@ -222,18 +261,18 @@ def by_block(
         part.first,
         part.queries,
         part.head,
-        **shape.sizes(),
-        BLOCK=shape.block,
-        WIDTH=idx.shape[2],
-        CHOSEN=chosen,
-        M=tiles.rows,
-        TILE_N=tiles.columns,
-        PLAIN=placement.plain,
-        MASKED=placement.key_mask is not None,
-        EXACT_DOT=shape.exact,
-        **options,
     )
-    return parts
+
+
+def _constants(placement: Placement, shape: Shape, chosen: int, width: int) -> dict[str, object]:
+    """Constants of all kernels."""
+    return shape.sizes() | {
+        "BLOCK": shape.block,
+        "WIDTH": width,
+        "CHOSEN": chosen,
+        "PLAIN": placement.plain,
+        "MASKED": placement.key_mask is not None,
+    }
 
 
 def by_query(
@@ -246,6 +285,7 @@ def by_query(
     part: Slice,
     chosen: int,
 ) -> Parts:
+    """Partial outputs of a slice, by a program for each query and block."""
     parts = _parts(q, v, idx, chosen, shape.share)
     kernel, rows = query_block_fwd_kernel, part.heads
     options: dict[str, object] = {}
@@ -253,31 +293,10 @@ def by_query(
         kernel, rows = shared_query_fwd_kernel, part.heads * triton.cdiv(shape.share, _HEADS)
         options = {"SHARE": shape.share, "M": _HEADS, "EXACT_DOT": shape.exact}
     kernel[(part.queries * chosen, rows)](
-        q,
-        k,
-        v,
-        idx,
-        *parts,
-        placement.slot_BN,
-        placement.keys_BN,
-        placement.key_mask,
-        *q.stride(),
-        *k.stride(),
-        *v.stride(),
-        shape.scale_log2,
-        k.shape[2],
-        placement.blocks,
-        part.first,
-        part.queries,
-        part.head,
-        **shape.sizes(),
-        BLOCK=shape.block,
-        WIDTH=idx.shape[2],
-        CHOSEN=chosen,
+        *(q, k, v, idx, *parts, *_blocks(q, k, v, placement, shape, part)),
+        **_constants(placement, shape, chosen, idx.shape[2]),
         TILE_N=min(64, padded(shape.block)),
         STAGES=2,
-        PLAIN=placement.plain,
-        MASKED=placement.key_mask is not None,
         num_warps=4,
         **options,
     )
@@ -298,6 +317,7 @@ def combine(
     part: Slice,
     chosen: int = 0,
 ) -> None:
+    """Fill the slice's rows of `out` and `lse`: past blocks from `parts`, if any, and own ones."""
     tiles = shape.tiles
     queries = tiles.combine_rows // span(shape.share)
     grid = (triton.cdiv(part.queries, queries), part.heads * shape.head_slices)
@@ -327,17 +347,12 @@ def combine(
         part.head,
     )
     constants = {
-        **shape.sizes(),
+        **_constants(placement, shape, chosen if parts else 0, 1 if idx is None else idx.shape[2]),
         **shape.sharing(),
-        "BLOCK": shape.block,
-        "WIDTH": 1 if idx is None else idx.shape[2],
-        "CHOSEN": chosen if parts is not None else 0,
         "M": tiles.combine_rows,
         "TILE_N": tiles.combine_columns,
         "STAGES": tiles.combine_stages,
         "MERGE_STAGES": tiles.merge_stages,
-        "PLAIN": placement.plain,
-        "MASKED": placement.key_mask is not None,
         "OWN_LISTED": own is not None,
         "EXACT_DOT": shape.exact,
         "num_warps": tiles.combine_warps,

@@ -8,7 +8,7 @@ where its names are others, the kernel is not to be had and the plain one does t
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,23 +18,21 @@ from sparsify.kernels.gpus import gluon, is_bulk, is_hopper, processors
 from sparsify.kernels.placement import Placement
 from sparsify.kernels.select.index import ReverseIndex
 
-__all__ = ["Path", "path", "shared_block"]
-
-Path = Literal["gluon", "triton"]
+__all__ = ["fits", "shared_block"]
 
 _DTYPES = (torch.bfloat16, torch.float16)
 _SHAPE = (16, 128, 128, 128)  # heads to a list, keys of a block, key and value size
 _HALF = 64
 
 
-def path(q: Tensor, k: Tensor, v: Tensor, placement: Placement, shape: Shape) -> Path:
-    """Which kernel attends past blocks: "gluon" where its tiles fit a Hopper GPU, "triton"
-    elsewhere."""
+def fits(q: Tensor, k: Tensor, v: Tensor, placement: Placement, shape: Shape) -> bool:
+    """Whether the kernel can do a call: sm_90, two-byte elements, 16 heads to a list, blocks and
+    heads of 128, nothing to mask, and rows that can be fetched in bulk."""
     if not is_hopper(k.device) or not _takes(q, shape):
-        return "triton"
+        return False
     if not placement.plain or placement.key_mask is not None:
-        return "triton"
-    return "gluon" if all(map(is_bulk, (q, k, v))) and _kernel() is not None else "triton"
+        return False
+    return all(map(is_bulk, (q, k, v))) and _kernel() is not None
 
 
 def _takes(q: Tensor, shape: Shape) -> bool:
@@ -44,7 +42,7 @@ def _takes(q: Tensor, shape: Shape) -> bool:
 
 def _kernel() -> Any:
     """The kernel, or None where Gluon is not as it was."""
-    module = gluon("sparsify.kernels.attend.kv_outer_hopper")
+    module = gluon("sparsify.kernels.attend.shared_hopper_kernel")
     return None if module is None else module.shared_block_hopper_fwd_kernel
 
 
@@ -60,7 +58,7 @@ def shared_block(
     chosen: int,
     width: int,
 ) -> None:
-    """Fill the parts of a slice; only where `path` says so."""
+    """Fill the parts of a slice; only where `fits`."""
     rows = parts.out.view(-1, shape.value_dim)
     _kernel()[(min(index.bound, processors(q.device)),)](
         _boxes(q.transpose(1, 2), [1, 1, shape.share, _HALF]),

@@ -25,7 +25,7 @@ from triton.errors import TritonError
 
 from sparsify.errors import SparsifyError
 from sparsify.kernels import tiling, tuned
-from sparsify.kernels.attend import forward, large_hopper
+from sparsify.kernels.attend import forward
 from sparsify.kernels.attend.candidates import ATTENTION, COMBINE, combines, lengths, shapes
 from sparsify.kernels.attend.cutting import Chooser, Parts, Shape
 from sparsify.kernels.placement import Placement
@@ -124,10 +124,8 @@ class Call:
     @property
     def free(self) -> str:
         """What tiles decide of past blocks: "all", "chunk" or "none", by the kernel that runs."""
-        fixed = (*self.tensors, self.placement, self.shape)
-        if large_hopper.fits(*fixed):
-            return "none"
-        return "chunk" if forward.path(*fixed) == "gluon" else "all"
+        way = forward.path(*self.tensors, self.placement, self.shape)
+        return {"large gluon": "none", "shared gluon": "chunk", "triton": "all"}[way]
 
     def attend(self, tiles: AttentionTiles) -> Parts:
         """Past blocks of the slice."""

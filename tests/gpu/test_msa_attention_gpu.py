@@ -171,7 +171,7 @@ def test_what_runs_a_call_can_be_asked():
     x = base()
     shape = forward.shape_of(*x, BLOCK, None, 16)
     placement = place(Layout(), 1, KEYS, KEYS, BLOCK)
-    assert forward.path(*x, placement, shape) == ("gluon" if HOPPER else "triton")
+    assert forward.path(*x, placement, shape) == ("shared gluon" if HOPPER else "triton")
     assert forward.path(*x, placement, shape._replace(share=8)) == "triton"
 
 
