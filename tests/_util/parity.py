@@ -27,6 +27,7 @@ __all__ = [
     "error",
     "expected",
     "inputs",
+    "same_bits",
 ]
 
 DIFFERING_ROWS = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 1e-2}
@@ -76,6 +77,15 @@ def error(got, wanted):
     wanted = wanted.double()
     largest = wanted.abs().max().clamp(min=1e-30)
     return float((got.double() - wanted).abs().max() / largest)
+
+
+def same_bits(a, b):
+    """Tensors pair by pair, bit for bit; NaN equals NaN."""
+    ints = {1: torch.int8, 2: torch.int16, 4: torch.int32}
+    return all(
+        torch.equal(s.view(ints[s.element_size()]), t.view(ints[t.element_size()]))
+        for s, t in zip(a, b, strict=True)
+    )
 
 
 def assert_lists(lists, x, block_size, topk, *, layout=None, block_means=None, differing=None):

@@ -21,7 +21,7 @@ from sparsify.kernels.attend.forward import Parts, Slice, shape_of
 from sparsify.kernels.layout import Layout
 from sparsify.kernels.placement import place
 from sparsify.kernels.select.index import reverse_index
-from tests._util.parity import assert_attention, error, inputs
+from tests._util.parity import assert_attention, error, inputs, same_bits
 
 BF16, FP16 = torch.bfloat16, torch.float16
 IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -123,15 +123,6 @@ def softmax_of(q, k, v, scale_log2, low):
     return weights @ v, top, total
 
 
-def same(a, b):
-    """Bit for bit."""
-    ints = {2: torch.int16, 4: torch.int32}
-    return all(
-        torch.equal(s.view(ints[s.element_size()]), t.view(ints[t.element_size()]))
-        for s, t in zip(a, b, strict=True)
-    )
-
-
 def assert_parts(got, case):
     written, told = case.listed()
     assert bool(written.any())
@@ -227,7 +218,7 @@ def test_reruns_give_the_same_bits(block, width):
     case = Case(block, width, width)
     first = case.run()
     for _ in range(10):
-        assert same(case.run(), first)
+        assert same_bits(case.run(), first)
 
 
 def test_other_work_items_do_not_change_a_row():
@@ -254,14 +245,14 @@ def test_captured_graphs_follow_their_inputs(block):
         graph.replay()
     again = case.empty()
     case.launch(index, again)
-    assert same(parts, again)
+    assert same_bits(parts, again)
 
 
 def test_groups_that_do_not_take_turns_give_the_same_bits(monkeypatch):
     case = Case(1024, 3, 4)
     first = case.run()
     monkeypatch.setattr(large_hopper, "_BY_TURNS", not large_hopper._BY_TURNS)
-    assert same(case.run(), first)
+    assert same_bits(case.run(), first)
 
 
 def strided(name, x):
@@ -279,7 +270,7 @@ def test_strides_as_they_come(name):
     first = case.run()
     case.x = type(case.x)(*strided(name, case.x))
     assert not case.x.q.is_contiguous()
-    assert same(case.run(), first)
+    assert same_bits(case.run(), first)
 
 
 @pytest.mark.parametrize("block", [4096])

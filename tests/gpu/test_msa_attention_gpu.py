@@ -16,7 +16,7 @@ from sparsify.kernels.attend import forward, shared_hopper
 from sparsify.kernels.layout import Layout
 from sparsify.kernels.placement import place
 from sparsify.kernels.selection import record_selection, replay_selection
-from tests._util.parity import Inputs, assert_attention, error, expected, inputs
+from tests._util.parity import Inputs, assert_attention, error, expected, inputs, same_bits
 
 DEVICE = "cuda"
 BLOCK, PLACES, KEYS = 128, 16, 4611
@@ -27,15 +27,9 @@ HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9,
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.usefixtures("kernels_alone"),
 ]
 needs_hopper = pytest.mark.skipif(not HOPPER, reason="needs an sm_90 device")
-
-
-@pytest.fixture(autouse=True)
-def by_name(monkeypatch):
-    """The kernels or an error; never the reference in their place."""
-    monkeypatch.setenv("SPARSIFY_IMPL", "triton")
-    monkeypatch.delenv("SPARSIFY_DISABLE", raising=False)
 
 
 def base(**sizes):
@@ -78,15 +72,6 @@ def check(x, block=BLOCK, places=PLACES, rows=None, layout=None):
     got = listed(x, rows, block, **(layout or Layout())._asdict())
     assert_attention(got, rows, x, block, layout=layout)
     return got
-
-
-def same(a, b):
-    """Bit for bit; NaN equals NaN."""
-    ints = {2: torch.int16, 4: torch.int32}
-    return all(
-        torch.equal(s.view(ints[s.element_size()]), t.view(ints[t.element_size()]))
-        for s, t in zip(a, b, strict=True)
-    )
 
 
 # Parity
@@ -225,7 +210,7 @@ def test_gluon_reads_no_block_that_was_not_chosen(name, value):
     getattr(x, name)[:, :, 5 * BLOCK : 6 * BLOCK] = value
     got = attend(x, rows, force="gluon")
     seen = torch.arange(2048, device=DEVICE) // BLOCK != 5
-    assert same([t[:, :, seen] for t in got], [t[:, :, seen] for t in clean])
+    assert same_bits([t[:, :, seen] for t in got], [t[:, :, seen] for t in clean])
 
 
 @needs_hopper
@@ -247,7 +232,7 @@ def test_determinism_and_slices(force):
     whole = attend(x, rows, force=force)
     for workspace_bytes in (2 << 30, 300 << 20, 20 << 20):
         got = attend(x, rows, force=force, workspace_bytes=workspace_bytes)
-        assert same(got, whole)
+        assert same_bits(got, whole)
 
 
 @pytest.mark.parametrize("force", ["triton", pytest.param("gluon", marks=needs_hopper)])
@@ -257,7 +242,7 @@ def test_rows_do_not_depend_on_their_neighbours(force):
     whole = attend(x, rows, force=force)
     part = Inputs(x.q[1:, :, 1001:], x.k[1:], x.v[1:])
     got = attend(part, rows[1:, :, 1001:].contiguous(), force=force)
-    assert same(got, [t[1:, :, 1001:] for t in whole])
+    assert same_bits(got, [t[1:, :, 1001:] for t in whole])
 
 
 @pytest.mark.parametrize("force", ["triton", pytest.param("gluon", marks=needs_hopper)])
@@ -281,7 +266,7 @@ def test_scratch_memory_is_never_read_unwritten_nor_overrun(force, monkeypatch):
     got = attend(x, rows, force=force)
     torch.cuda.synchronize()
     monkeypatch.undo()
-    assert same(got, clean)
+    assert same_bits(got, clean)
     for buffer, count in made:
         for part in (buffer[:band], buffer[band + count :]):
             fine = part.isnan() if buffer.dtype.is_floating_point else part == 3
@@ -359,8 +344,8 @@ def test_recorded_and_replayed():
     other = (-index[0], index[1])
     with replay_selection(kept):
         got = schemas.msa_attention(*x, *other, **SIZES)
-    assert same(got, clean)
-    assert not same(schemas.msa_attention(*x, *other, **SIZES), clean)
+    assert same_bits(got, clean)
+    assert not same_bits(schemas.msa_attention(*x, *other, **SIZES), clean)
 
 
 def test_gradients():

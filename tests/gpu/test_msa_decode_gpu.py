@@ -13,7 +13,8 @@ import torch
 from sparsify.kernels import decoding, schemas
 from sparsify.kernels.attend import decode
 from sparsify.kernels.layout import Layout
-from tests._util.msa_decode import assert_choice, attend, case, check, in_pages, same_bits
+from tests._util.msa_decode import assert_choice, attend, case, check, in_pages
+from tests._util.parity import same_bits
 
 DEVICE = "cuda"
 BF16, FP16, FP32, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn

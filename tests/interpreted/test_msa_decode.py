@@ -12,8 +12,8 @@ from sparsify.kernels.attend import decode
 from sparsify.kernels.layout import Layout
 from sparsify.kernels.select import decode_choice
 from sparsify.kernels.selection import record_selection, replay_selection
-from tests._util.msa_decode import attend, case, check, in_pages, same_bits
-from tests._util.parity import error
+from tests._util.msa_decode import attend, case, check, in_pages
+from tests._util.parity import error, same_bits
 
 NAN, INF = math.nan, math.inf
 
