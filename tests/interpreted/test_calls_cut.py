@@ -23,25 +23,43 @@ def few_programs(monkeypatch):
         monkeypatch.setattr(module, "MOST_PROGRAMS", 4)
 
 
+@pytest.fixture
+def cut(monkeypatch):
+    """The lists of each slice that is attended."""
+    lists, real = [], forward.combine
+    monkeypatch.setattr(forward, "combine", lambda *a: (lists.append(a[10].heads), real(*a)))
+    return lists
+
+
 @pytest.mark.parametrize("topk", [3, 100])
-def test_moba_of_many_lists(topk, path, few_programs):
+def test_moba_of_many_lists(topk, path, few_programs, cut):
     x = inputs(batch=3, heads=3, queries=5, keys=100)
     sizes = {**SIZES, "topk": topk}
     lists = accelerated.moba_select(x.q, x.k, Layout(), None, **sizes)
     assert torch.equal(lists, reference.moba_select(x.q, x.k, Layout(), None, **sizes))
     assert_attention(accelerated.moba_attention(*x, Layout(), None, **sizes), lists, x, BLOCK)
+    assert sum(cut) == 9 and max(cut) <= 4
     listed = accelerated.block_attention(*x, lists, Layout(), block_size=BLOCK)
     assert_attention(listed, lists, x, BLOCK)
+    assert sum(cut) == 18 and max(cut) <= 4
 
 
 @pytest.mark.parametrize("index_heads", [1, 3])
-def test_msa_of_many_lists(index_heads, path, few_programs):
+def test_msa_of_many_lists(index_heads, path, few_programs, cut):
     x = inputs(batch=3, heads=6, groups=3, queries=20, keys=100)
     index = inputs(batch=3, heads=3, groups=index_heads, queries=20, keys=100, size=32, seed=1)
     lists = accelerated.msa_select(index.q, index.k, Layout(), **SIZES)
     assert torch.equal(lists, reference.msa_select(index.q, index.k, Layout(), **SIZES))
     got = accelerated.msa_attention(*x, index.q, index.k, Layout(), **SIZES)
     assert_attention(got, lists, x, BLOCK)
+    assert sum(cut) == 9 and max(cut) <= 4
+
+
+def test_calls_of_few_lists_are_not_cut(cut):
+    x = inputs(batch=3, heads=3, queries=5, keys=100)
+    for topk in (3, 100):
+        accelerated.moba_attention(*x, Layout(), None, block_size=BLOCK, topk=topk)
+    assert cut == [9, 9]
 
 
 @pytest.mark.parametrize("topk", [6, 7])

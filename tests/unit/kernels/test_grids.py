@@ -13,8 +13,9 @@ pytest.importorskip("triton")
 from triton.runtime.jit import JITFunction
 
 from sparsify.kernels import accelerated
-from sparsify.kernels.attend import forward
+from sparsify.kernels.attend import cutting, forward
 from sparsify.kernels.layout import Layout
+from sparsify.kernels.select import moba, msa
 
 LIMIT = 65_535
 BATCH, HEADS, KEYS, SIZE = 1100, 64, 64, 16  # 70,400 lists
@@ -35,7 +36,12 @@ def grids():
 
 def assert_started(found, *names):
     assert set(names) <= {name for name, *_ in found}
-    assert all(size <= LIMIT for _, _, *sizes in found for size in sizes)
+    assert not beyond(found)
+
+
+def beyond(found):
+    """Kernels that a GPU would not start."""
+    return {name for name, _, *sizes in found if max(sizes, default=0) > LIMIT}
 
 
 def queries(count=1, heads=HEADS):
@@ -54,6 +60,20 @@ def test_moba(few, kernel, monkeypatch):
     with grids() as found:
         accelerated.moba_attention(queries(), keys(), keys(), Layout(), None, **SIZES)
     assert_started(found, "block_means_fwd_kernel", kernel, "combine_fwd_kernel")
+
+
+@pytest.mark.parametrize("op", ["moba", "moba, dense", "msa"])
+def test_calls_that_are_not_cut_ask_for_too_many(op, monkeypatch):
+    for module in (cutting, forward, moba, msa):
+        monkeypatch.setattr(module, "MOST_PROGRAMS", 10**9)
+    x = (queries(17), keys(), keys())
+    sizes = SIZES | {"topk": 100} if "dense" in op else SIZES
+    with grids() as found:
+        if op == "msa":
+            accelerated.msa_attention(*x, queries(17), keys(), Layout(), **sizes)
+        else:
+            accelerated.moba_attention(*x, Layout(), None, **sizes)
+    assert "combine_fwd_kernel" in beyond(found)
 
 
 def test_lists_of_moba():
