@@ -122,7 +122,7 @@ class AttentionRow:
     outputs.
     """
 
-    context: int
+    context_tokens: int
     implementation: str
     dense: dict[str, Timing]
     sparse: Timing
@@ -153,7 +153,7 @@ class AttentionRow:
     def to_json(self) -> dict[str, Any]:
         """The row, for a result file."""
         return {
-            "context": self.context,
+            "context_tokens": self.context_tokens,
             "implementation": self.implementation,
             "attends_all": self.attends_all,
             "dense": {name: timing.to_json() for name, timing in self.dense.items()},

@@ -78,7 +78,7 @@ def bench_tune(question: Question, say: Say) -> dict[str, Any]:
         "schema": 1,
         **machine(question.device),
         **question.to_json(),
-        "context": question.contexts[0],
+        "context_tokens": question.contexts[0],
         "default_ms": before,
         "chosen_ms": after,
         "chosen": _fields(found.tiles),
@@ -180,7 +180,9 @@ def render(data: dict[str, Any]) -> list[RenderableType]:
     verdict = f"Both stages: {after} ms, {before} ms with the default tiles."
     if data["chosen"] == data["default"]:
         verdict = f"The default tiles stay: nothing is faster by 2% than their {before} ms."
-    about = f"{data['gpu']}, {data['context']:,} tokens, batch {data['batch']}, {data['dtype']}"
+    about = (
+        f"{data['gpu']}, {data['context_tokens']:,} tokens, batch {data['batch']}, {data['dtype']}"
+    )
     return [about, Fitting(out, keys=2), verdict, f"Written to {data['written_to']}"]
 
 

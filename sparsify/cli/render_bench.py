@@ -59,7 +59,7 @@ def _lines(row: AttentionRow, method: str) -> list[tuple[str, ...]]:
     if row.graph is not None:
         lines.append((f"{method}, CUDA graph", *_percentiles(row.graph), _gain(row, row.graph), ""))
     lines += [(f"  {name}", milliseconds(ms), "", "", "", "") for name, ms in row.stages_ms.items()]
-    context = f"{row.context:,}"
+    context = f"{row.context_tokens:,}"
     return [(context if index == 0 else "", *line) for index, line in enumerate(lines)]
 
 
@@ -93,12 +93,12 @@ def _notes(question: Question, rows: Sequence[AttentionRow]) -> list[RenderableT
         notes.append(
             "Timed once: one call after at most one to warm up; nothing is known of the spread."
         )
-    every = [f"{row.context:,}" for row in rows if row.attends_all]
+    every = [f"{row.context_tokens:,}" for row in rows if row.attends_all]
     if every:
         notes.append(f"At {', '.join(every)} tokens top-k covers every block: nothing is left out.")
     if any(not row.dense for row in rows):
         notes.append("None of torch's fused kernels runs this shape; there is no speed-up to tell.")
-    if any(1 < question.queries_of(row.context) < row.context for row in rows):
+    if any(1 < question.queries_of(row.context_tokens) < row.context_tokens for row in rows):
         notes.append(
             "Dense: of torch's kernels only FlashAttention takes queries at the end of more keys."
         )

@@ -65,7 +65,7 @@ def test_one_op_on_a_cpu(cli, tmp_path):
     assert "MoBA, 64 tokens" in err and f"written to {target}" in err
     data = json.loads(target.read_text())
     assert data["schema"] == 1 and data["q_heads"] == 4 and data["software"]["torch"]
-    assert [row["context"] for row in data["rows"]] == [64, 16, 128]
+    assert [row["context_tokens"] for row in data["rows"]] == [64, 16, 128]
     for row in data["rows"]:
         assert row["implementation"] == "reference" and row["extra_bytes"] is None
         assert row["speedup"] == pytest.approx(

@@ -83,7 +83,9 @@ def test_json_is_one_document_and_goes_into_a_file_too(cli, gpu, tmp_path):
     assert code == 0, err
     data = json.loads(out)
     assert data == json.loads(target.read_text())
-    assert data["schema"] == 1 and data["chosen"]["chunk"] == 2048 and data["context"] == 32768
+    assert (
+        data["schema"] == 1 and data["chosen"]["chunk"] == 2048 and data["context_tokens"] == 32768
+    )
     assert [row["ms"] for row in data["trials"]] == [4.0, None, 3.0, 1.5]
     assert data["trials"][1]["why_not"] == "out of resources" and data["chosen_ms"] == 4.5
 
