@@ -25,8 +25,7 @@ from sparsify.kernels.layout import (
     scatter_pages,
     sequences,
 )
-from sparsify.kernels.scores import Chooser
-from sparsify.kernels.tiles import (
+from sparsify.kernels.reference_tiles import (
     Heads,
     Settings,
     backward_sequence,
@@ -34,6 +33,7 @@ from sparsify.kernels.tiles import (
     default_workspace,
     forward_sequence,
 )
+from sparsify.kernels.scores import Chooser
 
 __all__ = [
     "block_attention",

@@ -79,8 +79,8 @@ class Shape(NamedTuple):
 class Slice(NamedTuple):
     """Some lists of all batch rows counted through, and some queries."""
 
-    head: int
-    heads: int
+    first_list: int
+    lists: int
     first: int
     queries: int
 
@@ -107,8 +107,8 @@ def slices(
     units = batch * lists // unit
     if rows >= unit * q_len:
         most = MOST_PROGRAMS // (unit * triton.cdiv(share, span(share)))
-        for head, heads in _even(units, min(rows // (unit * q_len), max(most, 1)), 1):
-            yield Slice(head * unit, heads * unit, 0, q_len)
+        for number, count in _even(units, min(rows // (unit * q_len), max(most, 1)), 1):
+            yield Slice(number * unit, count * unit, 0, q_len)
         return
     for number in range(units):
         for first, count in _even(q_len, rows // unit, _STEP):

@@ -83,8 +83,8 @@ def dense(
         out.zero_(), lse.fill_(float("-inf"))
         return out, lse
     lists = q.shape[0] * q.shape[1]
-    for head in range(0, lists, MOST_PROGRAMS):
-        part = Slice(head, min(MOST_PROGRAMS, lists - head), 0, q.shape[2])
+    for first in range(0, lists, MOST_PROGRAMS):
+        part = Slice(first, min(MOST_PROGRAMS, lists - first), 0, q.shape[2])
         combine(q, k, v, None, None, None, out, lse, placement, whole, part)
     return out, lse
 
@@ -260,7 +260,7 @@ def _blocks(
         placement.blocks,
         part.first,
         part.queries,
-        part.head,
+        part.first_list,
     )
 
 
@@ -287,10 +287,10 @@ def by_query(
 ) -> Parts:
     """Partial outputs of a slice, by a program for each query and block."""
     parts = _parts(q, v, idx, chosen, shape.share)
-    kernel, rows = query_block_fwd_kernel, part.heads
+    kernel, rows = query_block_fwd_kernel, part.lists
     options: dict[str, object] = {}
     if shape.share > 1:
-        kernel, rows = shared_query_fwd_kernel, part.heads * triton.cdiv(shape.share, _HEADS)
+        kernel, rows = shared_query_fwd_kernel, part.lists * triton.cdiv(shape.share, _HEADS)
         options = {"SHARE": shape.share, "M": _HEADS, "EXACT_DOT": shape.exact}
     kernel[(part.queries * chosen, rows)](
         *(q, k, v, idx, *parts, *_blocks(q, k, v, placement, shape, part)),
@@ -320,7 +320,7 @@ def combine(
     """Fill the slice's rows of `out` and `lse`: past blocks from `parts`, if any, and own ones."""
     tiles = shape.tiles
     queries = tiles.combine_rows // span(shape.share)
-    grid = (triton.cdiv(part.queries, queries), part.heads * shape.head_slices)
+    grid = (triton.cdiv(part.queries, queries), part.lists * shape.head_slices)
     arguments = (
         q,
         k,
@@ -344,7 +344,7 @@ def combine(
         placement.start,
         part.first,
         part.queries,
-        part.head,
+        part.first_list,
     )
     constants = {
         **_constants(placement, shape, chosen if parts else 0, 1 if idx is None else idx.shape[2]),

@@ -88,7 +88,7 @@ def large_block(
         placement.blocks,
         part.first,
         part.queries,
-        part.head,
+        part.first_list,
         shape.heads,
         shape.group,
         WIDTH=width,

@@ -73,7 +73,7 @@ def shared_block(
         placement.blocks,
         part.first,
         part.queries,
-        part.head,
+        part.first_list,
         LISTS=shape.heads // shape.share,
         WIDTH=width,
         CHOSEN=chosen,

@@ -32,7 +32,17 @@ from sparsify.kernels.placement import Placement
 from sparsify.kernels.tiling import AttentionTiles
 from sparsify.kernels.tuned import Sizes
 
-__all__ = ["GAIN", "Call", "Timer", "Trial", "Tuning", "choose", "in_request", "sizes_of", "tune"]
+__all__ = [
+    "GAIN",
+    "Timer",
+    "Trial",
+    "TunedSlice",
+    "Tuning",
+    "choose",
+    "in_request",
+    "sizes_of",
+    "tune",
+]
 
 GAIN = 0.98  # a candidate's time over the default's, at most
 LEAST_QUERIES = 1024  # fewer leave tiles half empty, and say nothing of longer calls
@@ -94,7 +104,7 @@ def sizes_of(shape: Shape, item_bytes: int) -> Sizes:
     return Sizes(shape.block, shape.head_dim, shape.value_dim, item_bytes, shape.share)
 
 
-class Call:
+class TunedSlice:
     """One slice of a call, whose blocks are chosen once; its stages run with any tiles.
 
     `out` and `lse` are the call's own results, which are written over.
@@ -174,12 +184,12 @@ class Call:
 
     def _results(self) -> list[Tensor]:
         part, share = self.part, self.shape.share
-        heads = slice(part.head * share, (part.head + part.heads) * share)
+        heads = slice(part.first_list * share, (part.first_list + part.lists) * share)
         rows = slice(part.first, part.first + part.queries)
         return [x.flatten(0, 1)[heads, rows] for x in (self.out, self.lse)]
 
 
-def tune(call: Call, timer: Timer, say: Say = lambda _: None) -> Tuning:
+def tune(call: TunedSlice, timer: Timer, say: Say = lambda _: None) -> Tuning:
     """Measure candidates for past blocks, then for own blocks and what brings both together.
 
     Args:
@@ -193,7 +203,7 @@ def tune(call: Call, timer: Timer, say: Say = lambda _: None) -> Tuning:
 
 
 def _attention(
-    call: Call, default: AttentionTiles, timer: Timer, say: Say
+    call: TunedSlice, default: AttentionTiles, timer: Timer, say: Say
 ) -> tuple[AttentionTiles, list[Trial]]:
     wanted: list[tuple[Tensor, ...]] = []
 
@@ -220,7 +230,7 @@ def _attention(
 
 
 def _combine(
-    call: Call, default: AttentionTiles, timer: Timer, say: Say
+    call: TunedSlice, default: AttentionTiles, timer: Timer, say: Say
 ) -> tuple[AttentionTiles, list[Trial]]:
     parts = call.attend(default)
     wanted: list[tuple[Tensor, ...]] = []
@@ -267,7 +277,7 @@ def choose(
 
 
 def _fitting(
-    call: Call, default: AttentionTiles, candidates: Iterable[AttentionTiles]
+    call: TunedSlice, default: AttentionTiles, candidates: Iterable[AttentionTiles]
 ) -> list[AttentionTiles]:
     """Candidates that fit, but the default."""
     shared = tiling.shared_bytes(call.device)
@@ -280,13 +290,13 @@ def _shown(stage: str, tiles: AttentionTiles) -> str:
     return " ".join(f"{name} {value}" for name, value in told.items() if value is not None)
 
 
-def _tolerance(call: Call) -> float:
+def _tolerance(call: TunedSlice) -> float:
     """The rounding of a result: that of its dtype, or of sums in float32."""
     terms = max(call.sizes.head_dim, call.sizes.block)
     return max(torch.finfo(call.out.dtype).eps, terms * torch.finfo(torch.float32).eps)
 
 
-def _same_parts(found: tuple[Tensor, ...], wanted: tuple[Tensor, ...], call: Call) -> bool:
+def _same_parts(found: tuple[Tensor, ...], wanted: tuple[Tensor, ...], call: TunedSlice) -> bool:
     (out, top, total), (out_2, top_2, total_2) = found, wanted
     most = _tolerance(call)
     higher = torch.where(_equal(top, top_2), 0.0, top - top_2)
@@ -295,7 +305,7 @@ def _same_parts(found: tuple[Tensor, ...], wanted: tuple[Tensor, ...], call: Cal
     return bool(alike.all()) and _is_near(out, out_2, most)
 
 
-def _same_results(found: tuple[Tensor, ...], wanted: tuple[Tensor, ...], call: Call) -> bool:
+def _same_results(found: tuple[Tensor, ...], wanted: tuple[Tensor, ...], call: TunedSlice) -> bool:
     (out, lse), (out_2, lse_2) = found, wanted
     most = _tolerance(call)
     alike = _equal(lse, lse_2) | ((lse - lse_2).abs() <= most * (1.0 + lse_2.abs()))
@@ -352,7 +362,7 @@ def _tells(q: Tensor, placement: Placement, chooser: Chooser) -> bool:
 def _tune_and_keep(call: tuple[Any, ...], sizes: Sizes) -> None:
     q, chooser = call[0], call[5]
     try:
-        found = tune(Call(*call), _event_ms)
+        found = tune(TunedSlice(*call), _event_ms)
     except (TritonError, RuntimeError, _Differs) as error:
         _log.warning("tiles were not measured, the default ones stay: %s", error)
         tuned.keep(q.device, sizes, tuned.untuned(q.device, sizes))

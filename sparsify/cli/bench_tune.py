@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from torch import Tensor
 
-    from sparsify.kernels.attend.tuning import Call, Tuning
+    from sparsify.kernels.attend.tuning import TunedSlice, Tuning
     from sparsify.kernels.tiling import AttentionTiles
 
 __all__ = ["bench_tune", "check_question", "render"]
@@ -112,10 +112,10 @@ def measured(question: Question, say: Say) -> tuple[Tuning, int, Any]:
         return tune(call, timer, say), call.chosen, call.sizes
 
 
-def _call(q: Tensor, k: Tensor, v: Tensor, question: Question) -> Call:
+def _call(q: Tensor, k: Tensor, v: Tensor, question: Question) -> TunedSlice:
     from sparsify.kernels.accelerated import WORKSPACE_BYTES
     from sparsify.kernels.attend import forward
-    from sparsify.kernels.attend.tuning import Call
+    from sparsify.kernels.attend.tuning import TunedSlice
     from sparsify.kernels.layout import Layout
     from sparsify.kernels.placement import place
     from sparsify.kernels.select.moba import Gate
@@ -131,7 +131,7 @@ def _call(q: Tensor, k: Tensor, v: Tensor, question: Question) -> Call:
         if index
         else Gate(q, k, placement, None, block, topk - 1)
     )
-    return Call(q, k, v, placement, shape, chooser, WORKSPACE_BYTES)
+    return TunedSlice(q, k, v, placement, shape, chooser, WORKSPACE_BYTES)
 
 
 def _check_kernels(q: Tensor, k: Tensor, v: Tensor, question: Question) -> None:

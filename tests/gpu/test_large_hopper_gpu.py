@@ -61,7 +61,7 @@ class Case:
         self.shape = shape_of(*self.x, block, None)
         self.part = part or Slice(0, batch * heads, 0, queries)
         start = self.placement.start + self.part.first
-        self.idx = lists_of(self.part.heads, start, self.part.queries, block, chosen, width)
+        self.idx = lists_of(self.part.lists, start, self.part.queries, block, chosen, width)
 
     def empty(self):
         """Parts full of poison."""
@@ -99,8 +99,8 @@ class Case:
         """Parts in float64, or as eager attention in the dtype of the inputs has them."""
         wanted = Parts(*(t.double() for t in self.empty()))
         heads, group = self.shape.heads, self.shape.group
-        for row in range(self.part.heads):
-            b, h = divmod(self.part.head + row, heads)
+        for row in range(self.part.lists):
+            b, h = divmod(self.part.first_list + row, heads)
             q = self.x.q[b, h, self.part.first :][: self.part.queries]
             k, v = self.x.k[b, h // group], self.x.v[b, h // group]
             for number in range(self.placement.blocks):
@@ -166,9 +166,9 @@ def test_slices_of_heads_and_of_queries():
     for part in (Slice(1, 2, 0, 8192), Slice(3, 1, 1024, 4096)):
         case = Case(512, 2, 2, part=part)
         rows = slice(part.first, part.first + part.queries)
-        case.idx = whole.idx[part.head : part.head + part.heads, rows].contiguous()
+        case.idx = whole.idx[part.first_list : part.first_list + part.lists, rows].contiguous()
         got, (written, told) = case.run(), case.listed()
-        want = Parts(*(t[part.head : part.head + part.heads, rows] for t in parts))
+        want = Parts(*(t[part.first_list : part.first_list + part.lists, rows] for t in parts))
         assert torch.equal(got.out[written], want.out[written])
         assert torch.equal(got.stats[told], want.stats[told])
 

@@ -177,7 +177,7 @@ def tune_by_hand(x, block, topk):
     placement = place(Layout(), x.q.shape[0], x.q.shape[2], x.k.shape[2], block)
     shape = forward.shape_of(*x, block, None)
     gate = Gate(x.q, x.k, placement, None, block, topk - 1)
-    return tuning.tune(tuning.Call(*x, placement, shape, gate, 1 << 30), tuning._event_ms)
+    return tuning.tune(tuning.TunedSlice(*x, placement, shape, gate, 1 << 30), tuning._event_ms)
 
 
 def test_the_command(cache, capsys, few_candidates):

@@ -27,7 +27,7 @@ def few_programs(monkeypatch):
 def cut(monkeypatch):
     """The lists of each slice that is attended."""
     lists, real = [], forward.combine
-    monkeypatch.setattr(forward, "combine", lambda *a: (lists.append(a[10].heads), real(*a)))
+    monkeypatch.setattr(forward, "combine", lambda *a: (lists.append(a[10].lists), real(*a)))
     return lists
 
 

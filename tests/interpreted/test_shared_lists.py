@@ -206,16 +206,17 @@ def test_slices_cover_every_row_once(is_together, share, batch, queries):
     seen = torch.zeros(batch * 64 // share, queries, dtype=torch.int32)
     parts = parts_of(batch, 64, share, queries, 1 << 28, is_together=is_together)
     for part in parts:
-        seen[part.head : part.head + part.heads, part.first : part.first + part.queries] += 1
-        rows = part.heads * part.queries * share
+        lists = slice(part.first_list, part.first_list + part.lists)
+        seen[lists, part.first : part.first + part.queries] += 1
+        rows = part.lists * part.queries * share
         assert rows * 15 * 256 <= 1 << 28
-        assert not is_together or part.heads % (64 // share) == 0
+        assert not is_together or part.lists % (64 // share) == 0
     assert bool((seen == 1).all())
 
 
 def test_a_million_tokens_are_cut_into_slices_of_thousands():
     parts = parts_of(1, 64, 16, 1 << 20, 2 << 30, is_together=True)
-    assert {part.heads for part in parts} == {4}
+    assert {part.lists for part in parts} == {4}
     assert min(part.queries for part in parts) >= 4096
 
 

@@ -40,7 +40,7 @@ def call_of(x, share=1):
         own = torch.arange(x.q.shape[2]) // BLOCK
         blocks = torch.stack([own.clamp(max=1) * 0, own], -1).int().expand(1, 1, -1, -1)
         chooser = lists.Given(blocks, placement, BLOCK)
-    return tuning.Call(*x, placement, shape, chooser, 1 << 30)
+    return tuning.TunedSlice(*x, placement, shape, chooser, 1 << 30)
 
 
 def clock(*times):

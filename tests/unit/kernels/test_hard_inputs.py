@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparsify.kernels import schemas, tiles
+from sparsify.kernels import reference_tiles, schemas
 from sparsify.kernels.ranking import best_blocks, ranked
 from tests._util import oracle
 from tests._util.ops import KINDS, close, cut, make, run, select, slow
@@ -21,7 +21,7 @@ every_kind = pytest.mark.parametrize("kind", KINDS)
 @pytest.fixture(params=["masked", "gathered"])
 def form(request, monkeypatch):
     """Both ways in which the reference attends."""
-    monkeypatch.setattr(tiles, "_gather_is_less", lambda *_: request.param == "gathered")
+    monkeypatch.setattr(reference_tiles, "_gather_is_less", lambda *_: request.param == "gathered")
     return request.param
 
 

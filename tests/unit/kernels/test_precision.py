@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from sparsify.kernels import schemas, tiles
+from sparsify.kernels import reference_tiles, schemas
 from tests._util.ops import KINDS, block_masks, causal, close, make, select
 
 every_kind = pytest.mark.parametrize("kind", KINDS)
@@ -16,7 +16,7 @@ SIZES = {"keys": 300, "heads": 6, "groups": 2, "size": 64, "value_size": 64, "in
 
 @pytest.fixture(params=["masked", "gathered"])
 def form(request, monkeypatch):
-    monkeypatch.setattr(tiles, "_gather_is_less", lambda *_: request.param == "gathered")
+    monkeypatch.setattr(reference_tiles, "_gather_is_less", lambda *_: request.param == "gathered")
 
 
 def keep_of(lists, heads, block_size, keys):

@@ -92,7 +92,7 @@ def machine(monkeypatch, tmp_path):
     monkeypatch.setattr(tuned, "_gpu", lambda _: "NVIDIA H200")
     monkeypatch.setattr(tiling, "shared_bytes", lambda _: tiling.HOPPER_SHARED)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(tuning, "Call", lambda *given: given)
+    monkeypatch.setattr(tuning, "TunedSlice", lambda *given: given)
     monkeypatch.delenv("SPARSIFY_CACHE_DIR", raising=False)
     tuned.forget()
     state = SimpleNamespace(count=0, error=None, file=tmp_path / tuned.FILE)
