@@ -17,6 +17,14 @@ def pytest_configure(config):
     config.addinivalue_line("filterwarnings", "ignore::RuntimeWarning")
 
 
+@pytest.fixture(scope="session", autouse=True)
+def quick_interpreter():
+    from tests._util.quick_interpreter import quick
+
+    with quick():
+        yield
+
+
 def _choose(monkeypatch, by_block):
     """Tiles of few queries: the interpreter sorts slowly."""
     from sparsify.kernels.attend import forward
