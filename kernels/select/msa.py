@@ -102,6 +102,7 @@ class Index:
         self.together = ik.shape[1] == 1  # the scores of all groups are made at once
         self.budget = (WORKSPACE_BYTES if workspace_bytes is None else workspace_bytes) // _SHARE
         self.iq, self.ik = msa_tiles.of_one_kind(iq, ik)
+        self.terms = msa_tiles.terms_of(self.iq, self.ik)
         self.path: Path = force or path(self.iq, self.ik, placement, block_size)
         if force == "gluon" and not msa_tiles.fits_gluon(self.iq, self.ik, placement, block_size):
             raise ValueError("The Gluon kernel scores plain calls with blocks of 128 keys alone.")
@@ -188,12 +189,12 @@ class Index:
 
     def _score(self, scores: Tensor, chunk: _Chunk, *, own_alone: bool) -> None:
         placement, size = self.placement, self.iq.shape[-1]
-        item, shared = self.iq.element_size(), tiling.shared_bytes(self.iq.device)
+        item, shared = self.ik.element_size(), tiling.shared_bytes(self.iq.device)
         tiles = msa_tiles.score_tiles(
-            size, item, self.block_size, chunk.rows, placement.plain, shared
+            size, item, self.block_size, chunk.rows, placement.plain, shared, self.terms
         )
         row_tiles, units = triton.cdiv(chunk.rows, tiles.rows), triton.cdiv(chunk.blocks, tiles.per)
-        resident = 1 if tiles.rows > 128 else 2
+        resident = 1 if tiles.rows * self.terms > 128 else 2
         splits = 1
         if not own_alone:
             splits = msa_tiles.splits(
@@ -240,14 +241,15 @@ class Index:
             UNION=self.union,
             OWN_ALONE=own_alone,
             BY_TMA=by_tma,
-            EXACT_DOT=self.iq.dtype == torch.float32,
+            EXACT_DOT=self.ik.dtype == torch.float32,
+            TERMS=self.terms,
             num_warps=tiles.warps,
         )
 
     def _score_by_gluon(self, scores: Tensor, chunk: _Chunk) -> None:
         assert self.keys is not None
         hopper = gluon(HOPPER_SCORES)
-        row_tiles = triton.cdiv(chunk.rows, hopper.TILE_ROWS)
+        row_tiles = triton.cdiv(chunk.rows, hopper.tile_rows(self.terms))
         splits = msa_tiles.splits(row_tiles * chunk.part.lists, chunk.blocks, self._processors())
         segment = triton.cdiv(chunk.blocks, splits)
         grid = (row_tiles, triton.cdiv(chunk.blocks, segment), chunk.part.lists)
@@ -267,7 +269,7 @@ class Index:
             segment,
             OF_BATCH=chunk.part.of_batch,
             HEADS=chunk.part.heads,
-            **hopper.constants(self.iq.dtype, self.iq.shape[-1]),
+            **hopper.constants(self.iq, self.ik, self.terms),
         )
 
     def _rank(self, past: Tensor, scores: Tensor, chunk: _Chunk) -> None:

@@ -14,6 +14,8 @@ Legend: M rows of a tile, N keys of a tile, P blocks of a tile, D index size.
 import triton
 import triton.language as tl
 
+from sparsify.kernels.select.query_terms import row_terms, sum_of_products
+
 NO_CANDIDATE = tl.constexpr(-0x80000000)
 NOT_A_NUMBER = tl.constexpr(-0x7FFFFFFF)
 # One compilation serves all of them.
@@ -91,9 +93,10 @@ def _tile_slots(
 
 @triton.jit
 def _tile_dots(
-    q_MD, ik_ptr, step, slot_N, b, g, S, stride_kb, stride_kg, stride_ks, stride_kd,
+    terms, ik_ptr, step, slot_N, b, g, S, stride_kb, stride_kg, stride_ks, stride_kd,
     BLOCK: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TILE_N: tl.constexpr,
     PER: tl.constexpr, PARTS: tl.constexpr, BY_TMA: tl.constexpr, EXACT_DOT: tl.constexpr,
+    TERMS: tl.constexpr,
 ):  # fmt: skip
     """Products with one tile of keys, by descriptor or by pointer."""
     if BY_TMA:
@@ -110,9 +113,9 @@ def _tile_dots(
         else:
             k_ND = tl.load(at_ND, mask=(d_D < D)[None, :], other=0.0)
     if EXACT_DOT:
-        x_MN = tl.dot(q_MD, tl.trans(k_ND), input_precision="ieee")
+        x_MN = tl.dot(terms[0], tl.trans(k_ND), input_precision="ieee")
     else:
-        x_MN = tl.dot(q_MD, tl.trans(k_ND))
+        x_MN = sum_of_products(terms, tl.trans(k_ND), TERMS)
     return x_MN
 
 
@@ -128,11 +131,12 @@ def _by_block(x_MN, M: tl.constexpr, TILE_N: tl.constexpr, PER: tl.constexpr):
 
 @triton.jit
 def _walk(
-    q_MD, ik_ptr, scores_M, slot_ptr, count_ptr, mask_ptr, seen_M, begin, end, b, g,
+    terms, ik_ptr, scores_M, slot_ptr, count_ptr, mask_ptr, seen_M, begin, end, b, g,
     S, N, blocks, row_stride, stride_kb, stride_kg, stride_ks, stride_kd,
     BLOCK: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, M: tl.constexpr, TILE_N: tl.constexpr,
     PER: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr, PLAIN: tl.constexpr,
     MASKED: tl.constexpr, CAUSAL: tl.constexpr, BY_TMA: tl.constexpr, EXACT_DOT: tl.constexpr,
+    TERMS: tl.constexpr,
 ):  # fmt: skip
     """Scores of the tiles `begin` to `end`; with CAUSAL of keys before slot `seen_M` only."""
     columns: tl.constexpr = TILE_N // PER
@@ -145,8 +149,8 @@ def _walk(
             step, slot_ptr, count_ptr, b, S, N, BLOCK, TILE_N, PER, PARTS, PLAIN
         )
         x_MN = _tile_dots(
-            q_MD, ik_ptr, step, slot_N, b, g, S, stride_kb, stride_kg, stride_ks, stride_kd,
-            BLOCK, D, DP, TILE_N, PER, PARTS, BY_TMA, EXACT_DOT,
+            terms, ik_ptr, step, slot_N, b, g, S, stride_kb, stride_kg, stride_ks, stride_kd,
+            BLOCK, D, DP, TILE_N, PER, PARTS, BY_TMA, EXACT_DOT, TERMS,
         )  # fmt: skip
         if MASKED:
             at_N = mask_ptr + b.to(tl.int64) * S + slot_N
@@ -195,14 +199,14 @@ def msa_scores_fwd_kernel(
     D: tl.constexpr, DP: tl.constexpr, M: tl.constexpr, TILE_N: tl.constexpr,
     PER: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr,
     PLAIN: tl.constexpr, MASKED: tl.constexpr, UNION: tl.constexpr, OWN_ALONE: tl.constexpr,
-    BY_TMA: tl.constexpr, EXACT_DOT: tl.constexpr,
+    BY_TMA: tl.constexpr, EXACT_DOT: tl.constexpr, TERMS: tl.constexpr,
 ):  # fmt: skip
     """Scores `[lists, blocks, row_stride]` of `t_count` queries times `HEADS` heads.
 
     The second program axis cuts the keys into segments of `segment` tiles, the third counts the
     lists of rows: `OF_BATCH` of each batch row. `PER` blocks fill a tile, or `PARTS` tiles a block.
     With OWN_ALONE the blocks before that of the first query of a tile are left out. With BY_TMA,
-    ik is a descriptor.
+    ik is a descriptor. With more than one of TERMS, queries are float32 and keys of 16 bits.
     """
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     z = z_begin + tl.program_id(2)
@@ -233,21 +237,22 @@ def msa_scores_fwd_kernel(
     at_MD += t_M.to(tl.int64)[:, None] * stride_qt + d_D[None, :] * stride_qd
     busy_M = i_M < tl.where(begin < end, t_count, 0)
     q_MD = tl.load(at_MD, mask=busy_M[:, None] & (d_D < D)[None, :], other=0.0)
+    terms = row_terms(q_MD, TERMS)
     scores_M = scores_ptr + (tl.program_id(2) * blocks).to(tl.int64) * row_stride + row_M
     if not OWN_ALONE:
         if PLAIN or not UNION:
             _walk(
-                q_MD, ik_ptr, scores_M, slot_ptr, count_ptr, mask_ptr, seen_M,
+                terms, ik_ptr, scores_M, slot_ptr, count_ptr, mask_ptr, seen_M,
                 begin, tl.minimum(end, middle), b, g, S, N, blocks, row_stride,
                 stride_kb, stride_kg, stride_ks, stride_kd,
                 BLOCK, D, DP, M, TILE_N, PER, PARTS, STAGES, PLAIN, MASKED, False,
-                BY_TMA, EXACT_DOT,
+                BY_TMA, EXACT_DOT, TERMS,
             )  # fmt: skip
     if UNION:
         _walk(
-            q_MD, ik_ptr, scores_M, slot_ptr, count_ptr, mask_ptr, seen_M,
+            terms, ik_ptr, scores_M, slot_ptr, count_ptr, mask_ptr, seen_M,
             tl.maximum(begin, middle), end, b, g, S, N, blocks, row_stride,
             stride_kb, stride_kg, stride_ks, stride_kd,
             BLOCK, D, DP, M, TILE_N, PER, PARTS, 1 if PLAIN else STAGES, PLAIN, MASKED, True,
-            BY_TMA, EXACT_DOT,
+            BY_TMA, EXACT_DOT, TERMS,
         )  # fmt: skip

@@ -3,7 +3,9 @@
 The same scores as `msa_scores` writes, for plain calls with blocks of 128 keys. A program has 256
 rows: two warp groups with two halves of 64 rows each, so that the maxima of one half are taken
 while the tensor cores work at others, and a warp that fetches the keys of the blocks ahead into a
-ring of slots. Written in Gluon, since Triton's own warp specialisation does not run there.
+ring of slots. Queries of several terms leave room for 128 rows: a warp group has 64 of them, and
+takes their maxima while the tensor cores work for the other one. Written in Gluon, since Triton's
+own warp specialisation does not run there.
 
 Legend: M rows of a half, N keys of a block, D index size.
 """
@@ -26,19 +28,19 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from sparsify.kernels.select.msa_scores import LENGTHS, largest, sorting_number
+from sparsify.kernels.select.query_terms import row_terms
 
 __all__ = [
     "BLOCK",
-    "TILE_ROWS",
     "Keys",
     "constants",
     "is_matrix",
     "keys_of",
     "msa_scores_hopper_fwd_kernel",
+    "tile_rows",
 ]
 
 BLOCK = 128
-TILE_ROWS = 256
 _RING_BYTES = 128 << 10
 _MOST_SLOTS = 8
 _REGISTERS = 232  # of a thread that computes; what is left goes to the warp that fetches
@@ -100,12 +102,19 @@ def _layout(size: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
     return gl.NVMMASharedLayout.get_default_for([BLOCK, size], _ELEMENTS[dtype])
 
 
-def constants(dtype: torch.dtype, size: int) -> dict[str, object]:
+def tile_rows(terms: int) -> int:
+    """Rows of a program, by the terms of a query."""
+    return 256 if terms == 1 else 128
+
+
+def constants(iq: torch.Tensor, ik: torch.Tensor, terms: int) -> dict[str, object]:
     """Constants and options of the kernel."""
-    item = dtype.itemsize
+    size, item = ik.shape[3], ik.element_size()
     return {
         "D": size,
-        "VECTOR": 16 // item,
+        "TERMS": terms,
+        "VECTOR": 16 // iq.element_size(),
+        "ITEM": item,
         "SLOTS": min(_MOST_SLOTS, _RING_BYTES // (BLOCK * size * item)),
         "DEPTH": 32 // item,
         "REGISTERS": _REGISTERS,
@@ -148,38 +157,70 @@ def _score(
 
 
 @gluon.jit
+def _score_terms(
+    scores_M, row_stride, q_tile, k_ring, full, empty, begin, end, layout: gl.constexpr,
+    SLOTS: gl.constexpr, TERMS: gl.constexpr, GROUP: gl.constexpr,
+):  # fmt: skip
+    """Scores of 64 rows, whose terms are summed as `sum_of_products` does it."""
+    zero = gl.zeros([64, 128], gl.float32, layout)
+    for i in range(end - begin):
+        slot = i % SLOTS
+        mbarrier.wait(full.index(slot), (i // SLOTS) & 1)
+        k_DN = k_ring.index(slot).permute((1, 0))
+        smallest: gl.constexpr = GROUP * TERMS + TERMS - 1
+        x = warpgroup_mma(q_tile.index(smallest), k_DN, zero, use_acc=False, is_async=True)
+        for term in gl.static_range(1, TERMS):
+            x = warpgroup_mma(q_tile.index(smallest - term), k_DN, x, is_async=True)
+        x_MN = warpgroup_mma_wait(0, deps=[x])
+        mbarrier.arrive(empty.index(slot), count=1)
+        at_M = scores_M + (begin + i) * row_stride  # within one list: less than 2**31
+        gl.store(at_M, sorting_number(gl.reduce(x_MN, 1, largest)))
+
+
+@gluon.jit
 def _consume(
     scores_ptr, row_stride, q_tile, k_ring, full, empty, begin, end, row,
-    SLOTS: gl.constexpr, DEPTH: gl.constexpr, GROUP: gl.constexpr,
+    SLOTS: gl.constexpr, DEPTH: gl.constexpr, TERMS: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     """One warp group's rows."""
     layout: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, DEPTH]
     )
-    row_M = row + GROUP * 128 + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
-    _score(
-        scores_ptr + row_M, row_stride, q_tile.index(2 * GROUP), q_tile.index(2 * GROUP + 1),
-        k_ring, full, empty, begin, end, layout, SLOTS,
-    )  # fmt: skip
+    row_M = row + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
+    if TERMS == 1:
+        _score(
+            scores_ptr + row_M + GROUP * 128, row_stride,
+            q_tile.index(2 * GROUP), q_tile.index(2 * GROUP + 1),
+            k_ring, full, empty, begin, end, layout, SLOTS,
+        )  # fmt: skip
+    else:
+        _score_terms(
+            scores_ptr + row_M + GROUP * 64, row_stride, q_tile,
+            k_ring, full, empty, begin, end, layout, SLOTS, TERMS, GROUP,
+        )  # fmt: skip
 
 
 @gluon.jit
 def _load_queries(
     iq_ptr, q_tile, stride_qh, stride_qt, stride_qd, row, head, t_begin, t_count, work,
-    HEADS: gl.constexpr, D: gl.constexpr, VECTOR: gl.constexpr,
+    HEADS: gl.constexpr, D: gl.constexpr, VECTOR: gl.constexpr, TERMS: gl.constexpr,
+    PARTS: gl.constexpr,
 ):  # fmt: skip
-    """Queries of all rows into shared memory; rows behind the end hold the last one."""
+    """Queries of `PARTS` times 64 rows into shared memory, term by term; rows behind the end hold
+    the last one."""
     lanes: gl.constexpr = D // VECTOR
     layout: gl.constexpr = gl.BlockedLayout([1, VECTOR], [32 // lanes, lanes], [4, 1], [1, 0])
     m_M = gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
     d_D = gl.arange(0, D, layout=gl.SliceLayout(0, layout))
-    for part in gl.static_range(4):
+    for part in gl.static_range(PARTS):
         row_M = row + part * 64 + m_M
         t_M = (t_begin + gl.minimum(row_M // HEADS, t_count - 1)).to(gl.int64)
         head_M = (head + row_M % HEADS).to(gl.int64)
         at_MD = iq_ptr + (head_M * stride_qh + t_M * stride_qt)[:, None]
         q_MD = gl.load(at_MD + d_D[None, :] * stride_qd, mask=(d_D[None, :] < D) & work)
-        q_tile.index(part).store(q_MD)
+        terms = row_terms(q_MD, TERMS)
+        for term in gl.static_range(TERMS):
+            q_tile.index(part * TERMS + term).store(terms[term])
 
 
 @gluon.jit(do_not_specialize=(*LENGTHS, "row_of_batch", "row_of_head"))
@@ -189,22 +230,22 @@ def msa_scores_hopper_fwd_kernel(
     row_of_batch, row_of_head, column_of_batch, column_of_head,
     start, t_begin, t_count, z_begin, head_begin, blocks, row_stride, segment,
     OF_BATCH: gl.constexpr, HEADS: gl.constexpr,
-    D: gl.constexpr, VECTOR: gl.constexpr, SLOTS: gl.constexpr, DEPTH: gl.constexpr,
-    REGISTERS: gl.constexpr,
+    D: gl.constexpr, TERMS: gl.constexpr, VECTOR: gl.constexpr, ITEM: gl.constexpr,
+    SLOTS: gl.constexpr, DEPTH: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Scores of past blocks as in `msa_scores_fwd_kernel`; `segment` counts blocks."""
-    row = (gl.num_programs(0) - 1 - gl.program_id(0)) * 256
+    PARTS: gl.constexpr = 4 if TERMS == 1 else 2
+    row = (gl.num_programs(0) - 1 - gl.program_id(0)) * (64 * PARTS)
     z = z_begin + gl.program_id(2)
     b, g = z // OF_BATCH, z % OF_BATCH
-    last = gl.minimum((row + 255) // HEADS, t_count - 1)
+    last = gl.minimum((row + 64 * PARTS - 1) // HEADS, t_count - 1)
     past = gl.maximum(start + t_begin + last, 0) // 128
     begin = gl.minimum(gl.program_id(1) * segment, past)
     end = gl.minimum(begin + segment, past)
 
     q_tile = gl.allocate_shared_memory(
-        iq_ptr.dtype.element_ty, [4, 64, D],
-        gl.NVMMASharedLayout.get_default_for([64, D], iq_ptr.dtype.element_ty),
-    )  # fmt: skip
+        ik.dtype, [PARTS * TERMS, 64, D], gl.NVMMASharedLayout.get_default_for([64, D], ik.dtype)
+    )
     k_ring = gl.allocate_shared_memory(ik.dtype, [SLOTS, 128, D], ik.layout)
     full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
@@ -214,6 +255,7 @@ def msa_scores_hopper_fwd_kernel(
     _load_queries(
         iq_ptr + b.to(gl.int64) * stride_qb, q_tile, stride_qh, stride_qt, stride_qd,
         row, g * HEADS + head_begin, t_begin, t_count, begin < end, HEADS, D, VECTOR,
+        TERMS, PARTS,
     )  # fmt: skip
     # Tensor cores and fetches see shared memory through another proxy than stores do.
     fence_async_shared()
@@ -222,19 +264,19 @@ def msa_scores_hopper_fwd_kernel(
     scores = scores_ptr + (gl.program_id(2) * blocks).to(gl.int64) * row_stride
     key_row = b * row_of_batch + g * row_of_head
     key_column = b * column_of_batch + g * column_of_head
-    BYTES: gl.constexpr = 128 * D * (16 // VECTOR)
+    BYTES: gl.constexpr = 128 * D * ITEM
     gl.warp_specialize(
         [
-            (
-                _consume,
-                (scores, row_stride, q_tile, k_ring, full, empty, begin, end, row, SLOTS, DEPTH, 0),
-            ),
-            (
-                _consume,
-                (scores, row_stride, q_tile, k_ring, full, empty, begin, end, row, SLOTS, DEPTH, 1),
-            ),
+            (_consume, (
+                scores, row_stride, q_tile, k_ring, full, empty, begin, end, row,
+                SLOTS, DEPTH, TERMS, 0,
+            )),
+            (_consume, (
+                scores, row_stride, q_tile, k_ring, full, empty, begin, end, row,
+                SLOTS, DEPTH, TERMS, 1,
+            )),
             (_fetch, (ik, k_ring, full, empty, key_row, key_column, begin, end, BYTES, SLOTS)),
         ],
         [4, 1],
         [REGISTERS, 24],
-    )
+    )  # fmt: skip

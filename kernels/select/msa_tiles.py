@@ -27,6 +27,7 @@ __all__ = [
     "processors",
     "score_tiles",
     "splits",
+    "terms_of",
 ]
 
 Path = Literal["gluon", "triton"]
@@ -38,6 +39,7 @@ _SPLIT_STEPS = 16  # tiles that one program of the scores walks, at least
 _START_STEPS = 2  # tiles that the start of a program costs, about
 _SLACK = 1.04  # more programs are better, if they cost no more than this
 _FP8 = torch.float8_e4m3fn
+_TERMS = {torch.bfloat16: 3, torch.float16: 2}
 
 
 class ScoreTiles(NamedTuple):
@@ -60,13 +62,19 @@ def path(iq: Tensor, ik: Tensor, placement: Placement, block_size: int) -> Path:
 
 
 def of_one_kind(iq: Tensor, ik: Tensor) -> tuple[Tensor, Tensor]:
-    """Queries and keys in one dtype that the GPU can multiply; no value changes."""
+    """Queries and keys in one dtype that the GPU can multiply, or queries in float32 and keys of 16
+    bits, see `terms_of`; no value changes."""
     if iq.dtype != ik.dtype:
-        return iq.float(), ik.float()
+        return iq.float(), ik if ik.dtype in _TERMS else ik.float()
     old = (capability(iq.device) or (0, 0)) < (8, 9)
     if iq.dtype == _FP8 and iq.device.type == "cuda" and old:
         return iq.half(), ik.half()
     return iq, ik
+
+
+def terms_of(iq: Tensor, ik: Tensor) -> int:
+    """Terms in the keys' dtype whose sum is a query, see `query_terms`; 1: it has that dtype."""
+    return 1 if iq.dtype == ik.dtype else _TERMS[ik.dtype]
 
 
 def fits_gluon(iq: Tensor, ik: Tensor, placement: Placement, block_size: int) -> bool:
@@ -74,7 +82,8 @@ def fits_gluon(iq: Tensor, ik: Tensor, placement: Placement, block_size: int) ->
     hopper = gluon(HOPPER_SCORES)
     if hopper is None or not placement.plain:
         return False
-    if block_size != hopper.BLOCK or iq.dtype != ik.dtype:
+    of_terms = iq.dtype == torch.float32 and ik.dtype in _TERMS
+    if block_size != hopper.BLOCK or not (iq.dtype == ik.dtype or of_terms):
         return False
     return iq.shape[-1] in (64, 128) and bool(hopper.is_matrix(ik))
 
@@ -107,29 +116,51 @@ def padded_size(size: int, item: int) -> int:
 
 @functools.cache
 def score_tiles(
-    size: int, item: int, block: int, rows: int, plain: bool, shared: int
+    size: int, item: int, block: int, rows: int, plain: bool, shared: int, terms: int = 1
 ) -> ScoreTiles:
     """Tiles of the score kernel, measured on an H200 for size 128; others follow from what fits.
 
     Tiles of 64 rows and of more give the same bits: so many rows take the same instructions.
+
+    Args:
+        size, item: of an index key, and the bytes of its numbers.
+        block, rows: keys of a block, and rows that there are.
+        plain: whether no layout needs masks.
+        shared: bytes of shared memory.
+        terms: of a query, in the keys' dtype.
     """
     row_bytes, few = padded_size(size, item) * item, rows <= _FEW_ROWS
+    hopper = shared >= HOPPER_SHARED
     if item == 4:
         m, n, warps, stages = 32, 32, 4, 1
+    elif terms > 1:
+        m, n, warps, stages = _tiles_of_terms(row_bytes, few, plain, hopper)
     elif row_bytes > 256:
         m, n, warps, stages = 64 if few else 128, 64, 4, 3
     elif not plain:  # masks need registers of their own
         m, n, warps, stages = 64 if few else 128, 64, 4 if few else 8, 3
-    elif item == 1 or few or shared < HOPPER_SHARED:
+    elif item == 1 or few or not hopper:
         m, n, warps, stages = 64 if few else 128, 128, 4 if item == 1 or few else 8, 3
     else:
         m, n, warps, stages = 256, 128, 8, 3
-    while stages > 1 and (m + stages * n) * row_bytes > shared:
+    query_rows = m * terms if hopper else m  # elsewhere registers hold the other terms
+    while stages > 1 and (query_rows + stages * n) * row_bytes > shared:
         stages -= 1
-    while n > 32 and (m + n) * row_bytes > shared:
+    while n > 32 and (query_rows + n) * row_bytes > shared:
         n //= 2
     per_block = min(padded(block, 1), n)
     return ScoreTiles(m, n, warps, stages, n // per_block, _cdiv(block, n))
+
+
+def _tiles_of_terms(
+    row_bytes: int, few: bool, plain: bool, hopper: bool
+) -> tuple[int, int, int, int]:
+    """Rows, columns, warps and stages where all terms of a tile of queries have to fit."""
+    if row_bytes > 256:
+        return (64, 64, 8, 2) if hopper else (32, 64, 4, 2)
+    if few or not hopper:
+        return 64, 128 if plain else 64, 4, 3
+    return 128, 128 if plain else 64, 8, 3
 
 
 @functools.cache
