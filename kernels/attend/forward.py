@@ -26,7 +26,7 @@ from sparsify.kernels.attend.kv_outer import (
 from sparsify.kernels.attend.q_outer import query_block_fwd_kernel, shared_query_fwd_kernel
 from sparsify.kernels.gpus import is_bulk
 from sparsify.kernels.placement import Placement
-from sparsify.kernels.select.index import ReverseIndex, reverse_index
+from sparsify.kernels.select.reverse_index import ReverseIndex, reverse_index
 from sparsify.kernels.tiling import MOST_PROGRAMS, AttentionTiles, padded, span
 
 __all__ = [

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sparsify.kernels.gpus import gluon, is_bulk, is_hopper, processors
 from sparsify.kernels.placement import Placement
-from sparsify.kernels.select.index import ReverseIndex
+from sparsify.kernels.select.reverse_index import ReverseIndex
 
 if TYPE_CHECKING:
     from sparsify.kernels.attend.cutting import Parts, Shape, Slice

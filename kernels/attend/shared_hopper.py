@@ -16,7 +16,7 @@ from torch import Tensor
 from sparsify.kernels.attend.cutting import Parts, Shape, Slice
 from sparsify.kernels.gpus import gluon, is_bulk, is_hopper, processors
 from sparsify.kernels.placement import Placement
-from sparsify.kernels.select.index import ReverseIndex
+from sparsify.kernels.select.reverse_index import ReverseIndex
 
 __all__ = ["fits", "shared_block"]
 

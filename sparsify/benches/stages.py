@@ -257,7 +257,7 @@ class Stages:
 
     def index(self) -> None:
         """The reverse index of every slice."""
-        from sparsify.kernels.select.index import reverse_index
+        from sparsify.kernels.select.reverse_index import reverse_index
 
         for part, idx in zip(self.slices, self.chosen, strict=True):
             fixed = (self.place, self.shape, part.queries)

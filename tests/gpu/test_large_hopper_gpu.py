@@ -20,7 +20,7 @@ from sparsify.kernels.attend import forward, large_hopper
 from sparsify.kernels.attend.forward import Parts, Slice, shape_of
 from sparsify.kernels.layout import Layout
 from sparsify.kernels.placement import place
-from sparsify.kernels.select.index import reverse_index
+from sparsify.kernels.select.reverse_index import reverse_index
 from tests._util.parity import assert_attention, error, inputs, same_bits
 
 BF16, FP16 = torch.bfloat16, torch.float16

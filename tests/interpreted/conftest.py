@@ -28,10 +28,10 @@ def quick_interpreter():
 def _choose(monkeypatch, by_block):
     """Tiles of few queries: the interpreter sorts slowly."""
     from sparsify.kernels.attend import forward
-    from sparsify.kernels.select import index
+    from sparsify.kernels.select import reverse_index
 
     monkeypatch.setattr(forward, "FEW_QUERIES", 0 if by_block else 10**9)
-    monkeypatch.setattr(index, "tile_queries", lambda *_: 16)
+    monkeypatch.setattr(reverse_index, "tile_queries", lambda *_: 16)
 
 
 @pytest.fixture(autouse=True)

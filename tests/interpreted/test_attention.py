@@ -7,7 +7,7 @@ import torch
 
 from sparsify.kernels import accelerated
 from sparsify.kernels.layout import Layout
-from sparsify.kernels.select import index
+from sparsify.kernels.select import reverse_index
 from tests._util.parity import assert_attention, error, expected, inputs
 
 
@@ -254,7 +254,7 @@ def test_a_block_that_every_query_chose(monkeypatch):
     """Its list is cut into many work items."""
     from sparsify.kernels.attend import forward
 
-    cut = index.reverse_index
+    cut = reverse_index.reverse_index
     monkeypatch.setattr(forward, "reverse_index", lambda idx, n, chunk: cut(idx, n, 16))
     x = inputs(queries=100, keys=120, dtype=torch.float16)
     lists = torch.zeros(1, 1, 100, 1, dtype=torch.int32)

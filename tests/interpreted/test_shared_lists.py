@@ -10,7 +10,7 @@ import torch
 from sparsify.kernels import accelerated
 from sparsify.kernels.attend import cutting, forward
 from sparsify.kernels.layout import Layout
-from sparsify.kernels.select import index
+from sparsify.kernels.select import reverse_index
 from tests._util.parity import Inputs, assert_attention, error, expected, inputs
 
 NAN, INF = math.nan, math.inf
@@ -222,7 +222,7 @@ def test_a_million_tokens_are_cut_into_slices_of_thousands():
 
 def test_a_block_that_every_query_chose(monkeypatch, by_block):
     """Its list is cut into many work items."""
-    cut = index.reverse_index
+    cut = reverse_index.reverse_index
     monkeypatch.setattr(forward, "reverse_index", lambda idx, n, chunk: cut(idx, n, 4))
     x = inputs(heads=16, queries=40, keys=60, dtype=torch.float16)
     check(x, torch.zeros(1, 1, 40, 1, dtype=torch.int32), 10)

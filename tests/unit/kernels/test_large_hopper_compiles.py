@@ -17,7 +17,7 @@ from sparsify.kernels.attend import large_hopper
 from sparsify.kernels.attend.forward import Parts, Slice, shape_of
 from sparsify.kernels.layout import Layout
 from sparsify.kernels.placement import place
-from sparsify.kernels.select.index import ReverseIndex
+from sparsify.kernels.select.reverse_index import ReverseIndex
 from tests._util.compiling import POINTERS, SHARED_BYTES, TARGETS, launches, resources
 
 CHOSEN, WIDTH, KEYS = 11, 16, 8192

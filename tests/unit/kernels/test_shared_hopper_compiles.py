@@ -18,7 +18,7 @@ from sparsify.kernels.attend.forward import shape_of
 from sparsify.kernels.layout import Layout
 from sparsify.kernels.placement import place
 from sparsify.kernels.select import msa_tiles
-from sparsify.kernels.select.index import ReverseIndex
+from sparsify.kernels.select.reverse_index import ReverseIndex
 from tests._util.compiling import SHARED_BYTES, compiled, launches, resources
 
 CHOSEN, WIDTH, KEYS = 15, 16, 8192
