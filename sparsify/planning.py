@@ -226,7 +226,8 @@ def _scaled(work: Work, rows: Sequence[Row], scale: float) -> Scaled:
     planned = _total(work, rows, scale).expected_ms
     choice = work.choice(scale)
     if choice is None:
-        label = "sparse" if work.fixed_saves(scale) else "dense"
+        names = dict.fromkeys(c.configuration.label for c in work.fixed.values())
+        label = " and ".join(names) if work.fixed_saves(scale) else "dense"
     else:
         counts = Counter(c.label for c in choice.picks.values())
         label = ", ".join(f"{count} x {name}" for name, count in counts.most_common())

@@ -6,9 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from sparsify.cost_model.choosing import Choice
 from sparsify.cost_model.configuration import PUBLISHED, Configuration
+from sparsify.cost_model.model_shape import ModelShape
 from sparsify.cost_model.search import LEAST_BUDGET_TOKENS, NEAR_FASTEST, Candidate, examine
 from sparsify.cost_model.times import Source, TimeEstimate
-from sparsify.cost_model.workload import AttentionShape, Phase
+from sparsify.cost_model.workload import AttentionShape, Phase, Workload
 from sparsify.errors import InfeasibleError
 from sparsify.ir import site_name
 from sparsify.planning_result import Row, Scaled
@@ -152,8 +153,15 @@ def _on_times(work: Work, planned: TimeEstimate) -> Iterator[str]:
         yield f"Unverified figures of {work.gpu_name}: {', '.join(unverified)}."
     cost = work.target.cost()
     if cost is not None:
+        yield from _beyond(cost.model, cost.workload)
         yield from cost.warnings
         yield from cost.model.assumptions
+
+
+def _beyond(model: ModelShape, workload: Workload) -> Iterator[str]:
+    most = model.max_context_tokens
+    if most is not None and workload.context_tokens > most:
+        yield f"The model is made for {most:,} tokens; {workload.context_tokens:,} are beyond."
 
 
 def _on_quality(work: Work, rows: Sequence[Row]) -> Iterator[str]:

@@ -52,7 +52,7 @@ class CostCurves:
     """One picture: a model on a GPU in a phase, dense against one sparse configuration.
 
     `crossover_tokens` is the smallest context from which sparse attention is faster, None if it
-    never is; `full_tokens` the smallest point that does not fit the GPU's memory, None if all do.
+    never is; `full_tokens` the smallest context that does not fit the GPU's memory, None if all do.
     `asked_tokens` are the contexts of the table, marked on the curve. `range_means` says what a
     shaded range is, `source` where the numbers come from.
     """
@@ -209,7 +209,9 @@ def _mark_full(axes: Any, curves: CostCurves) -> list[Any]:
 def _mark_crossover(axes: Any, curves: CostCurves) -> None:
     first, last = curves.points[0].context_tokens, curves.points[-1].context_tokens
     cross = curves.crossover_tokens
-    if cross is None or cross > last:
+    if not curves.sparse_layers:
+        text = f"{curves.configuration} keeps all attention dense here: both lines are one"
+    elif cross is None or cross > last:
         text = "no crossover: expected to be slower than dense at every context shown"
     elif cross <= first:
         text = "expected to be faster than dense at every context shown"
@@ -247,24 +249,32 @@ def _draw_whole(axes: Any, curves: CostCurves) -> None:
     label = "speed-up of the whole model (left axis)"
     shown = _draw_range(axes, contexts, speedups, SPARSE, label)
     axes.axhline(1, color=MARK, lw=0.9)
-    axes.set_ylim(0, 1.25 * max(1.0, *(r.high for r in speedups)))
+    room = _headroom(speedups)
+    axes.set_ylim(0, room * max(1.0, *(r.high for r in speedups)))
     axes.set_ylabel("end-to-end speed-up: dense time / sparse time (1 = no change)")
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:,g}x")
     axes.set_title("The whole model", fontsize=11)
-    shown += _draw_share(axes, curves)
+    shown += _draw_share(axes, curves, room)
     _label_asked(axes, curves)
     _contexts_axis(axes, curves)
     _legend(axes, shown, curves)
 
 
-def _draw_share(axes: Any, curves: CostCurves) -> list[Any]:
+def _headroom(speedups: Sequence[Range]) -> float:
+    """Height of the axis over its highest value: more where the legend's half is as high."""
+    highest = max(1.0, *(r.high for r in speedups))
+    left = speedups[: len(speedups) // 2 + 1]
+    return 1.25 if max(1.0, *(r.high for r in left)) < 0.75 * highest else 1.5
+
+
+def _draw_share(axes: Any, curves: CostCurves, room: float) -> list[Any]:
     share = axes.twinx()
     _mark_full(share, curves)  # it lies below the other axes
     contexts = [point.context_tokens for point in curves.points]
     percents = [100 * point.attention_share for point in curves.points]
     label = "attention's share of the dense model (right axis)"
     lines = share.plot(contexts, percents, color=SHARE, lw=1.6, ls=":", label=label)
-    share.set_ylim(0, 125)
+    share.set_ylim(0, 100 * room)
     share.set_yticks(range(0, 101, 20), [f"{percent}%" for percent in range(0, 101, 20)])
     share.set_ylabel("attention's share of the dense model's time", color=SHARE)
     share.tick_params(axis="y", colors=SHARE)

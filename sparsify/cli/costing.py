@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from sparsify import estimates
@@ -197,10 +199,10 @@ def curves(question: Question, found: Estimate) -> CostCurves:
         gpu=found.gpu,
         phase=question.phase.value,
         batch=question.batch,
-        configuration=best.label,
+        configuration=best.label + (" (once trained)" if best.needs_training else ""),
         points=[_point(row) for row in rows],
         crossover_tokens=best.crossover_tokens,
-        full_tokens=next((row.context_tokens for row in rows if not row.fits), None),
+        full_tokens=_full_tokens(rows),
         asked_tokens=question.contexts,
         layers=len(question.model.attention_layers),
         sparse_layers=best.layers["sparse"],
@@ -220,6 +222,19 @@ def _grid(asked: Sequence[int], crossover: int | None) -> tuple[int, ...]:
         found.add(round(size))
         size *= 2 ** (1 / PER_OCTAVE)
     return tuple(sorted(found))
+
+
+def _full_tokens(rows: Sequence[Row]) -> int | None:
+    """From where on the memory is exceeded: caches grow evenly between two points of a curve."""
+    if not rows[0].fits:
+        return rows[0].context_tokens
+    for fits, full in pairwise(rows):
+        if not full.fits:
+            free = fits.gpu_memory_bytes - fits.memory.total_bytes
+            share = free / (full.memory.total_bytes - fits.memory.total_bytes)
+            more = share * (full.context_tokens - fits.context_tokens)
+            return fits.context_tokens + math.floor(more) + 1
+    return None
 
 
 def _point(row: Row) -> CurvePoint:

@@ -92,7 +92,9 @@ def parse_size(text: str, what: str) -> int:
     found = re.fullmatch(r"(\d{1,15})([km]?)", text.strip().lower())
     size = int(found[1]) * {"": 1, "k": 1 << 10, "m": 1 << 20}[found[2]] if found else 0
     if size < 1:
-        raise UsageError(f"{what} is {text!r}; expected a size such as 512, 4k or 1m.")
+        raise UsageError(
+            f"{what} is {text!r}; expected a size of at least 1, such as 512, 4k or 1m."
+        )
     return size
 
 

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sparsify.cli.fitting import Fitting, number_table
-from sparsify.cli.units import gigabytes, milliseconds, time_range, times
+from sparsify.cli.units import gigabytes, milliseconds, source, time_range, times
 from sparsify.cost_model.times import Source
 from sparsify.plots import tokens
 
@@ -25,7 +25,6 @@ MEANINGS = {
     Source.CALIBRATED: "calibrated: from efficiencies measured on this GPU, with their error.",
     Source.MEASURED: "measured: runs of this very configuration.",
 }
-SHORT = {Source.BOUND: "range", Source.CALIBRATED: "calibrated", Source.MEASURED: "measured"}
 TIMES = (
     ">attention\nms",
     ">bound\nms",
@@ -141,7 +140,7 @@ def _dense(row: Row) -> tuple[str, ...]:
         "",
         milliseconds(_dense_model_ms(row)),
         "",
-        SHORT[row.dense.time.source],
+        source(row.dense.time),
     )
 
 
@@ -154,7 +153,7 @@ def _sparse(row: Row) -> tuple[str, ...]:
         times(row.speedup.low, row.speedup.high),
         milliseconds(_dense_model_ms(row) / whole.speedup),
         times(whole.low, whole.high),
-        SHORT[row.sparse.time.source],
+        source(row.sparse.time),
     )
 
 

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from sparsify.cli.fitting import Fitting, number_table
 from sparsify.cli.grouping import group
-from sparsify.cli.units import milliseconds, time_range
+from sparsify.cli.units import milliseconds, source, time_range
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -70,11 +70,11 @@ def _facts(row: Row) -> tuple[str, ...]:
     method = layer.method if layer.indexer is None else f"{layer.method} {layer.indexer}"
     dense = "" if row.dense is None else milliseconds(row.dense.expected_ms)
     if not layer.sparse or row.planned is None:
-        source = "" if row.dense is None else row.dense.source.value
-        return (method, "", "", dense, "", source, layer.reason)
+        whence = "" if row.dense is None else source(row.dense)
+        return (method, "", "", dense, "", whence, layer.reason)
     sizes = f"{layer.block_size}/{layer.topk}"
     times = (f"{layer.min_context:,}", dense, _time(row.planned))
-    return (method, sizes, *times, row.planned.source.value, layer.reason)
+    return (method, sizes, *times, source(row.planned), layer.reason)
 
 
 def _time(time: TimeEstimate) -> str:

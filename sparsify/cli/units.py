@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from sparsify.cost_model.times import TimeEstimate
 
-__all__ = ["count", "gigabytes", "milliseconds", "span", "time_range", "times"]
+__all__ = ["count", "gigabytes", "milliseconds", "source", "span", "time_range", "times"]
 
 
 def milliseconds(ms: float) -> str:
@@ -18,6 +18,11 @@ def milliseconds(ms: float) -> str:
 def time_range(time: TimeEstimate) -> str:
     """Low to high in milliseconds; "12.3-70.1", or one number where both look the same."""
     return span(time.low_ms, time.high_ms)
+
+
+def source(time: TimeEstimate) -> str:
+    """Where a time comes from. What only has a bound is shown as its range."""
+    return "range" if time.source.value == "bound" else time.source.value
 
 
 def span(low: float, high: float) -> str:

@@ -315,6 +315,30 @@ def test_a_plot(cli, tmp_path):
     assert cli("estimate", QWEN, *words, "--force")[0] == 0
 
 
+@pytest.mark.parametrize(("memory", "marked"), [(140, True), (160, False)])
+def test_a_plot_marks_the_last_contexts_when_they_do_not_fit(cli, tmp_path, memory, marked):
+    """153 GB at 1m, 134 at the point of the curve before it."""
+    gpu = tmp_path / "gpu.yaml"
+    gpu.write_text(
+        "{name: Mine, vendor: me, architecture: own, bf16_dense_tflops: 1000, "
+        f"memory_gb: {memory}, memory_bandwidth_gbs: 4000}}"
+    )
+    path = tmp_path / "out.svg"
+    words = ("--gpu", gpu, "--context", "128k,1m", "--policy", "kimi-1m", "--plot", path)
+    assert cli("estimate", LLAMA, *words)[0] == 0
+    assert ("exceed the GPU" in path.read_text()) is marked
+
+
+def test_a_plot_says_what_has_to_be_trained_and_what_stays_dense(cli, tmp_path):
+    path = tmp_path / "out.svg"
+    words = ("--gpu", "h200", "--context", "128k", "--plot", path, "--force", "--policy")
+    cli("estimate", LLAMA, *words, "msa-m3")
+    assert "dense attention against MSA learned 128/16 (once trained)" in path.read_text()
+    cli("estimate", LLAMA, *words, "kimi-1m", "--phase", "decode")
+    assert "MoBA 4096/12 keeps all attention dense here" in path.read_text()
+    assert "(once trained)" not in path.read_text()
+
+
 def test_a_plot_does_not_spoil_json(cli, tmp_path):
     data = report(cli, LLAMA, "--gpu", "h200", "--context", "2k,64k", "--plot", tmp_path / "a.png")
     assert data["rows"] and (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
@@ -338,7 +362,7 @@ def test_a_plot_without_matplotlib_is_refused_before_any_work(cli, monkeypatch, 
         (["--gpu", "h2000"], 7, "No figures are known for the GPU 'h2000'; did you mean H200"),
         (["--gpu", "none.yaml"], 2, "There is no GPU file none.yaml"),
         (["--gpu", ""], 2, "The value of --gpu is empty"),
-        (["--gpu", "h200", "--context", "0"], 2, "--context is '0'; expected a size"),
+        (["--gpu", "h200", "--context", "0"], 2, "is '0'; expected a size of at least 1, such as"),
         (["--gpu", "h200", "--context", "32k,"], 2, "--context is ''; expected a size"),
         (["--gpu", "h200", "--context", "-5"], 2, "--context is '-5'; expected a size"),
         (["--gpu", "h200", "--context", "9999999m"], 2, "expected a whole number from 1 to"),

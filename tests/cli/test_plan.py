@@ -5,6 +5,7 @@ import json
 import pytest
 
 from tests._util.plan_gpus import write_gpu
+from tests._util.published_models import LLAMA
 from tests._util.tiny_folders import save_llama
 
 CONFIG = dict(
@@ -172,3 +173,26 @@ def test_prompts_need_the_model(cli, gpu, config, tmp_path):
     words = ("--policy", "auto", "--gpu", gpu, "--context", "128k", "--prompts", tmp_path / "p.txt")
     code, _, err = cli("plan", config, *words)
     assert code == 2 and "--prompts needs the model itself" in err
+
+
+def test_a_context_beyond_the_models_own_is_told(cli, config, gpu):
+    config.write_text(json.dumps(CONFIG | {"max_position_embeddings": 65536}))
+    words = ("plan", config, "--policy", "auto", "--gpu", gpu, "--context")
+    told = "note: The model is made for 65,536 tokens; 131,072 are beyond."
+    assert told in cli(*words, "128k")[1]
+    assert "made for" not in cli(*words, "64k")[1]
+
+
+def test_what_is_not_calibrated_is_called_a_range(cli, config, gpu):
+    out = cli("plan", config, "--policy", "auto", "--gpu", gpu, "--context", "128k")[1]
+    row = next(line for line in out.splitlines() if "self_attn" in line).split()
+    assert "range" in row and "bound" not in row
+    data = cli("plan", config, "--policy", "auto", "--gpu", gpu, "--context", "128k", "--json")[1]
+    assert json.loads(data)["layers"][0]["planned_ms"]["source"] == "bound"
+
+
+def test_a_fixed_policy_is_named_where_other_kernels_would_change_the_plan(cli):
+    words = ("--policy", "kimi-1m", "--gpu", "h200", "--context", "64k")
+    code, out, _ = cli("plan", LLAMA, *words)
+    assert code == 0 and "x1: 1.00x (best: dense)" in out
+    assert "2 times as efficient as expected it would be MoBA 4096/12." in out

@@ -89,6 +89,23 @@ def test_contexts_beyond_the_memory_are_marked(tmp_path, full):
     assert ("exceed the GPU" in said) is (full is not None)
 
 
+def test_lines_that_are_one_are_not_called_slower(tmp_path):
+    alike = [point(1 << n, ratio=1.0, spread=1.0) for n in range(10, 21)]
+    dense = replace(CURVES, points=alike, crossover_tokens=None, sparse_layers=0)
+    said = texts(dense, tmp_path)
+    assert "MoBA 128/8 keeps all attention dense here: both lines are one" in said
+    assert "slower" not in said
+    assert "slower" in texts(replace(dense, sparse_layers=1), tmp_path)
+
+
+def test_the_legend_has_room_where_the_curve_is_high_at_its_start():
+    def speedups(*ratios):
+        return [Range(ratio, ratio, ratio) for ratio in ratios]
+
+    flat, late, early = speedups(1, 1, 1), speedups(1, 1, 5), speedups(5, 2, 1)
+    assert [plots._headroom(found) for found in (flat, late, early)] == [1.5, 1.25, 1.5]
+
+
 def test_one_layer_and_batches_are_named(tmp_path):
     assert "all 32 layers, without" in texts(CURVES, tmp_path)
     assert "all 32 layers (29 of them sparse)," in texts(
