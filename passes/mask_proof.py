@@ -150,8 +150,7 @@ class _Proof:
         self.seen, self.evaluator, self.check = _read(frame, context)
 
     def run(self) -> MaskProof:
-        seen = self.seen
-        formula = seen.formula.subs(self.frame.tie)
+        formula = self.seen.formula.subs(self.frame.tie)
         evidence = _shown(formula)
         documents = within_document(formula, self.evaluator, self.frame)
         if documents is not None:
@@ -162,22 +161,15 @@ class _Proof:
             raise self._by_numbers(evidence) or Refused(
                 "MASK_UNPROVED", "the mask is not shown to be causal", evidence
             )
-        name = None if pad is None else pad.func.__name__
-        assumptions = seen.assumptions
-        if documents is not None:
-            assumptions = (*assumptions, *documents.assumptions)
+        assumptions = (*self.seen.assumptions, *(documents.assumptions if documents else ()))
         if pad is not None and not _is_truth_only(formula, pad):
-            numbered = documents is not None and documents.table.name == name
-            if numbered and not _is_sign_only(formula, pad):
-                raise Refused("PADDING_UNPROVED", f"{name} hides more than number 0", evidence)
-            values = NO_NEGATIVE_NUMBER if numbered else ONLY_0_AND_1
-            assumptions = (*assumptions, f"{name} holds {values}")
+            assumptions = (*assumptions, _numbers_of(pad, formula, documents, evidence))
         proof = _aligned(
             self.captured,
             self.frame,
             shape,
             evidence,
-            padding=name,
+            padding=None if pad is None else pad.func.__name__,
             documents=documents,
             assumptions=tuple(dict.fromkeys(assumptions)),
         )
@@ -235,6 +227,15 @@ class _Proof:
         if found is not None:
             message = "the mask's numbers contradict its formula"
             raise Refused("MASK_UNPROVED", message, f"{found}; {proof.evidence}")
+
+
+def _numbers_of(pad: Expr, formula: Any, documents: Documents | None, evidence: str) -> str:
+    """What is assumed of the numbers in a padding mask that is used for more than its truth."""
+    name = pad.func.__name__
+    numbered = documents is not None and documents.table.name == name
+    if numbered and not _is_sign_only(formula, pad):
+        raise Refused("PADDING_UNPROVED", f"{name} hides more than number 0", evidence)
+    return f"{name} holds {NO_NEGATIVE_NUMBER if numbered else ONLY_0_AND_1}"
 
 
 def _is_truth_only(formula: Any, pad: Expr) -> bool:

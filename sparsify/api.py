@@ -234,13 +234,7 @@ def sparsify(
         CaptureError: the model cannot be captured or rewritten on this host.
     """
     say = progress or _silent
-    if (policy is None) == (plan is None):
-        raise UsageError("Give either a policy or a plan.")
-    _must_be(model, torch.nn.Module, "model", "a torch.nn.Module")
-    if policy is not None:
-        _must_be(policy, Policy, "policy", A_POLICY)
-    if plan is not None:
-        _must_be(plan, Plan, "plan", "a Plan (from a file: sparsify.Plan.load)")
+    _check_wanted(model, policy, plan)
     host = chosen_host(model, args, kwargs, host)
     if host == "graph" and inplace:
         raise UsageError("The graph host cannot rewrite in place.", "Use inplace=False.")
@@ -262,6 +256,16 @@ def sparsify(
         found.sites, found.refusals, plan, model=found.model, notes=found.notes
     )
     return Result(target, plan, report, found, None if inplace else model, handle)
+
+
+def _check_wanted(model: torch.nn.Module, policy: Policy | None, plan: Plan | None) -> None:
+    if (policy is None) == (plan is None):
+        raise UsageError("Give either a policy or a plan.")
+    _must_be(model, torch.nn.Module, "model", "a torch.nn.Module")
+    if policy is not None:
+        _must_be(policy, Policy, "policy", A_POLICY)
+    if plan is not None:
+        _must_be(plan, Plan, "plan", "a Plan (from a file: sparsify.Plan.load)")
 
 
 def verify(

@@ -92,20 +92,8 @@ class LayerPlan:
 
     def _check(self) -> None:
         """Every field has its type and a possible value; a plan may come from a user's editor."""
-        name = self.fqn if isinstance(self.fqn, str) else repr(self.fqn)
-        choices = {
-            "method": ("moba", "msa", "dense"),
-            "status": ("rewritten", "kept_dense", "refused"),
-            "decode": ("sparse", "dense"),
-            "indexer": ("proxy", "learned", None),
-            "local": ("inside", "union"),
-        }
-        for attr, allowed in choices.items():
-            if getattr(self, attr) not in allowed:
-                raise ArtefactError(
-                    f"Layer {name!r} of the plan has {attr} {getattr(self, attr)!r}; "
-                    f"use one of {', '.join(str(a) for a in allowed)}."
-                )
+        self._check_choices()
+        name = self._name
         if not isinstance(self.fqn, str) or not isinstance(self.reason, str):
             raise ArtefactError(f"Layer {name!r} of the plan needs a text fqn and reason.")
         needed = ("ordinal", "min_context") + (("block_size", "topk") if self.sparse else ())
@@ -121,6 +109,25 @@ class LayerPlan:
                 f"Layer {name!r} of the plan has status {self.status!r} "
                 f"with method {self.method!r}."
             )
+
+    def _check_choices(self) -> None:
+        choices = {
+            "method": ("moba", "msa", "dense"),
+            "status": ("rewritten", "kept_dense", "refused"),
+            "decode": ("sparse", "dense"),
+            "indexer": ("proxy", "learned", None),
+            "local": ("inside", "union"),
+        }
+        for attr, allowed in choices.items():
+            if getattr(self, attr) not in allowed:
+                raise ArtefactError(
+                    f"Layer {self._name!r} of the plan has {attr} {getattr(self, attr)!r}; "
+                    f"use one of {', '.join(str(a) for a in allowed)}."
+                )
+
+    @property
+    def _name(self) -> str:
+        return self.fqn if isinstance(self.fqn, str) else repr(self.fqn)
 
 
 @dataclass(frozen=True, slots=True)

@@ -303,6 +303,11 @@ def _from_pretrained(cls: Any, folder: Path, shown: str, **options: Any) -> Any:
         if gguf_file is not None and not _is_gguf(folder / gguf_file):
             raise UsageError(f"{shown} is damaged: it ends early or holds no GGUF data.") from error
         raise UsageError(f"Cannot load {shown}: {first_line(error)}") from error
+    _check_loaded(info, shown)
+    return model.eval()
+
+
+def _check_loaded(info: dict[str, Any], shown: str) -> None:
     for name, held, wanted in sorted(info.get("mismatched_keys", ())):
         raise UsageError(
             f"Cannot load {shown}: its weight {name} has shape {list(held)}, "
@@ -311,7 +316,6 @@ def _from_pretrained(cls: Any, folder: Path, shown: str, **options: Any) -> Any:
     missing = sorted(info.get("missing_keys", ()))
     if missing:
         raise UsageError(f"{shown} lacks {len(missing)} weights, such as {missing[0]}.")
-    return model.eval()
 
 
 @contextmanager

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from sparsify.benches.models import ModelTimes, pair_rows, time_language_model, time_module
-from sparsify.errors import UsageError
+from sparsify.cli.pairs import load_pair
 from sparsify.passes.examples import is_transformers_model
-from sparsify.sources import DTYPES, LoadedModel, load_model
+from sparsify.sources import LoadedModel
 from sparsify.timing import machine
 
 __all__ = ["bench_models"]
@@ -34,13 +34,7 @@ def bench_models(
     Raises:
         UsageError: DIR was not written by `sparsify rewrite`, or a model cannot be loaded.
     """
-    rewritten = load_model(str(directory), with_tokenizer=False, progress=say)
-    if rewritten.kind != "sparsified":
-        raise UsageError(f"{directory} was not written by `sparsify rewrite`: it has no plan.json.")
-    dtype = str(next(rewritten.model.parameters()).dtype).removeprefix("torch.")
-    original = load_model(
-        against, dtype=dtype if dtype in DTYPES else "auto", with_tokenizer=False, progress=say
-    )
+    rewritten, original = load_pair(directory, against, say)
     options: dict[str, Any] = {"repeats": repeats, "say": say}
     language = is_transformers_model(original.model)
     inputs = (original.args or (), original.kwargs or {})
@@ -60,7 +54,7 @@ def bench_models(
         **machine(device),
         "rewritten": str(directory),
         "against": original_name,
-        "dtype": dtype,
+        "dtype": str(next(rewritten.model.parameters()).dtype).removeprefix("torch."),
         "batch": batch,
         "rows": pair_rows(dense, sparse),
         "notes": _notes(rewritten.model, device, language, sparse),

@@ -96,20 +96,10 @@ def _check_names(text: str) -> list[str]:
 
 def _verify(directory: Path, against: str, say: Any, **options: Any) -> VerificationReport:
     from sparsify import api
+    from sparsify.cli.pairs import load_pair
     from sparsify.passes.examples import is_transformers_model
-    from sparsify.sources import DTYPES, load_model
 
-    rewritten = load_model(str(directory), progress=say)
-    if rewritten.kind != "sparsified":
-        raise UsageError(f"{directory} was not written by `sparsify rewrite`: it has no plan.json.")
-    # The original in the same data type, or every number would differ by rounding.
-    dtype = str(next(rewritten.model.parameters()).dtype).removeprefix("torch.")
-    original = load_model(
-        against,
-        dtype=dtype if dtype in DTYPES else "auto",
-        with_tokenizer=rewritten.tokenizer is None,
-        progress=say,
-    )
+    rewritten, original = load_pair(directory, against, say, with_tokenizer=True)
     common = {
         "directory": directory,
         "checks": options.pop("checks"),

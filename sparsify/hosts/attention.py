@@ -75,11 +75,25 @@ def sparsify_attention(
                 return run_sparse(call, means).transpose(1, 2).contiguous(), None
         reason = "observed" if fallback is None else FALLBACK + fallback
     _count(module, f"{'dense' if chosen is None else 'sparse by itself'}: {reason}")
-    mask = attention_mask.dense() if isinstance(attention_mask, SparsityMask) else attention_mask
+    kwargs |= {"dropout": dropout, "scaling": scaling}
+    return _dense(module, query, key, value, attention_mask, chosen, kwargs)
+
+
+def _dense(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: Any,
+    chosen: Any,
+    kwargs: dict[str, Any],
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The model's previous attention, over the blocks that a layer chose itself if it did."""
+    mask = mask.dense() if isinstance(mask, SparsityMask) else mask
     if chosen is not None:
         mask = chosen_only(module, query, key, mask, chosen, kwargs.get("position_ids"))
     out: tuple[torch.Tensor, torch.Tensor | None] = _dense_function(module)(
-        module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs
+        module, query, key, value, mask, **kwargs
     )
     return out
 

@@ -129,14 +129,7 @@ def apply(model: PreTrainedModel, plan: Plan, *, start_indexers: bool = True) ->
         previous = dense_implementation(model.config)
         _strip(model, previous)
     handle = Handle(model, plan, previous)
-    for config in _configs(model):
-        config.sparsify = {"dense": config._attn_implementation or previous}
-    model.set_attn_implementation(NAME)
-    if model.config._attn_implementation != NAME:
-        _strip(model, previous)
-        raise CaptureError(
-            f"{type(model).__name__} calls its attention directly, so transformers cannot swap it."
-        )
+    _swap_attention(model, previous)
     model.config.sparsify |= {"schema": CONFIG_SCHEMA, "plan": plan.to_json()}
     handle._mark = model.config.sparsify
     # Saved, so that transformers without this package refuses the folder instead of loading it
@@ -152,6 +145,18 @@ def apply(model: PreTrainedModel, plan: Plan, *, start_indexers: bool = True) ->
     for layer in plan:
         _mark(modules[layer.fqn], layer)
     return handle
+
+
+def _swap_attention(model: PreTrainedModel, previous: str) -> None:
+    """Have transformers call our attention, and keep for each config what it called before."""
+    for config in _configs(model):
+        config.sparsify = {"dense": config._attn_implementation or previous}
+    model.set_attn_implementation(NAME)
+    if model.config._attn_implementation != NAME:
+        _strip(model, previous)
+        raise CaptureError(
+            f"{type(model).__name__} calls its attention directly, so transformers cannot swap it."
+        )
 
 
 def _check_reachable(
