@@ -20,6 +20,8 @@ from sparsify.kernels.scores import Scorer, moba_scorer, msa_scorer
 __all__ = ["Gaps", "moba_gaps", "msa_gaps"]
 
 _STEP = 256
+# Terms in float16 lose of a query what is below 2**-39 of its largest number; in float32's units.
+_LOST = 2.0**-15
 _NO_LAYOUT = Layout()
 
 
@@ -86,11 +88,16 @@ def msa_gaps(
     def scorers(sequence: Sequence) -> tuple[Scorer, Scorer]:
         iq_GTD, ik_JLD = sequence.take_queries(iq), sequence.take_keys(ik)
         score = msa_scorer(sequence, iq_GTD, ik_JLD, block_size, own=union)
-        weight = msa_scorer(sequence, iq_GTD.abs(), ik_JLD.abs(), block_size, own=union)
+        sizes = _magnitude(iq_GTD), _magnitude(ik_JLD)
+        if (iq.dtype, ik.dtype) == (torch.float32, torch.float16):
+            largest = sizes[0].masked_fill(sizes[0].isinf(), 0.0).amax(-1, keepdim=True)
+            sizes = sizes[0] + _LOST * largest, sizes[1]
+        weight = msa_scorer(sequence, *sizes, block_size, own=union)
         return score, weight
 
     precise = torch.float64 in (iq.dtype, ik.dtype)
-    factor = 2 * _unit(torch.float64 if precise else torch.float32) * (iq.shape[-1] + 2)
+    # Sums of several terms of a query, see `select.query_terms`, round twice more at most.
+    factor = 2 * _unit(torch.float64 if precise else torch.float32) * (iq.shape[-1] + 4)
     return _gaps(iq, ik.shape[2], layout, scorers, topk if union else topk - 1, factor)
 
 
@@ -129,6 +136,10 @@ def _gap(scores: Tensor, candidate: Tensor, places: int) -> Tensor:
     gap = ranked[..., places - 1] - ranked[..., places]
     left_out = candidate.sum(-1) > places
     return gap.nan_to_num(nan=0.0, posinf=float("inf")).masked_fill(~left_out, float("inf"))
+
+
+def _magnitude(x: Tensor) -> Tensor:
+    return x.abs() if x.element_size() > 1 else x.float().abs()  # CUDA has no abs of float8
 
 
 def _unit(dtype: torch.dtype) -> float:

@@ -155,12 +155,13 @@ def score_tiles(
 def _tiles_of_terms(
     row_bytes: int, few: bool, plain: bool, hopper: bool
 ) -> tuple[int, int, int, int]:
-    """Rows, columns, warps and stages where all terms of a tile of queries have to fit."""
+    """Rows, columns, warps and stages where all terms of a tile of queries have to fit. A product
+    of several terms takes long enough for the next tile of keys to come meanwhile."""
     if row_bytes > 256:
         return (64, 64, 8, 2) if hopper else (32, 64, 4, 2)
     if few or not hopper:
-        return 64, 128 if plain else 64, 4, 3
-    return 128, 128 if plain else 64, 8, 3
+        return 64, 128 if plain else 64, 4, 2
+    return 128, 128 if plain else 64, 8, 2
 
 
 @functools.cache

@@ -14,7 +14,7 @@ from sparsify.kernels.gaps import msa_gaps
 from sparsify.kernels.layout import Layout, gather_pages
 from sparsify.kernels.placement import place
 
-__all__ = ["Keys", "assert_choice", "chosen", "index_of", "inputs"]
+__all__ = ["Keys", "assert_choice", "by_last_bits", "chosen", "index_of", "inputs"]
 
 
 class Keys(NamedTuple):
@@ -45,6 +45,22 @@ def inputs(
 
     key_heads = 1 if shared else groups
     return Keys(normal(batch, groups, queries, size), normal(batch, key_heads, keys, size))
+
+
+def by_last_bits(dtype, *, blocks=64, size=64, block=2, queries=3, device="cpu"):
+    """Queries in float32 and keys in `dtype`, of which each block has one, that reads one number of
+    the query: blocks are ranked by the last bits of these. And the same, but for the queries, which
+    are rounded to what all terms but the last one hold."""
+    generator = torch.Generator().manual_seed(blocks)
+    step = 2.0**-23 if dtype == torch.bfloat16 else 2.0**-21
+    numbers = [1 + step * torch.randperm(size, generator=generator) for _ in range(queries)]
+    iq = torch.stack(numbers)[None, None].to(device)
+    ik = torch.zeros(1, 1, (blocks + 1) * block, size, device=device, dtype=dtype)
+    number = torch.arange(blocks, device=device)
+    ik[0, 0, number * block, number % size] = 1.0
+    high = iq.to(dtype).float()
+    coarse = high + (iq - high).to(dtype).float() if dtype == torch.bfloat16 else high
+    return Keys(iq, ik), Keys(coarse, ik)
 
 
 def index_of(x, block_size, topk, local="inside", *, layout=None, **options):
