@@ -45,7 +45,9 @@ def _index(question: Question) -> str:
         return ""
     data = question.to_json()
     keys = "one index key" if data["index_keys"] == 1 else f"{data['index_keys']} index keys"
-    return f"{keys} of size {data['index_dim']} in {data['index_dtype']}, "
+    # The proxy's keys are those of the attention; its queries are means.
+    of_what = " with queries" if data["indexer"] == "proxy" else ""
+    return f"{keys} of size {data['index_dim']}{of_what} in {data['index_dtype']}, "
 
 
 def _lines(row: AttentionRow, method: str) -> list[tuple[str, ...]]:

@@ -68,7 +68,7 @@ def test_wrong_shapes_are_one_sentence(cli, method, more, part):
     [
         ("", (), "one index key of size 16 in bf16", ("learned", 1, "bf16")),
         (",index=32", ("--index-dtype", "fp8"), "of size 32 in fp8", ("learned", 1, "fp8")),
-        (",keys=group", (), "2 index keys of size 16 in fp32", ("proxy", 2, "fp32")),
+        (",keys=group", (), "2 index keys of size 16 with queries in fp32", ("proxy", 2, "fp32")),
     ],
 )
 def test_msa_on_a_cpu(cli, tmp_path, more, words, told, index):
