@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+from sparsify.cost_model.activations import most_activation_bytes
 from sparsify.cost_model.calibration import Calibration
 from sparsify.cost_model.configuration import DENSE, Configuration
 from sparsify.cost_model.hardware import Gpu
@@ -87,6 +88,7 @@ class LayerPricer:
         if layer.output_params:
             operations.append(self._product("output projection", layer.output_params))
             operations += self._all_reduce()
+        operations.append(self._passes(layer))
         if layer.mlp_params_total:
             operations += [self._feed_forward(layer), *self._all_reduce()]
         return LayerOperations(tuple(operations), attention)
@@ -107,6 +109,15 @@ class LayerPricer:
             return self._product("MLP", layer.mlp_params)
         read = layer.mlp_params + layer.experts.expected_read(self.tokens) * layer.experts.params
         return self._weighted("MoE", layer.mlp_params_active, read, self.tokens)
+
+    def _passes(self, layer: LayerShape) -> Operation:
+        """Nothing when they are fused; at worst the time of all they move."""
+        passes = TRAINING_PASSES if self.workload.phase is Phase.TRAINING else 1
+        moved = most_activation_bytes(layer, self.model.hidden_size, self.degree)
+        n_bytes = moved * self.tokens * passes
+        time = memory_read("", n_bytes, self.gpu, self.calibration).time
+        span = TimeEstimate(0.0, 0.0, 0.0, time.high_ms, time.source)
+        return Operation("passes over activations", "linear", 0, 0.0, span)
 
     def _recurrence(self, layer: LayerShape) -> tuple[Operation, ...]:
         if not layer.state_elements:

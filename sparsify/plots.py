@@ -25,6 +25,7 @@ DENSE, SPARSE, SHARE, MARK = "#0072B2", "#D55E00", "#5B5B5B", "#222222"
 DOTS_PER_INCH = 144
 LEGEND_WIDTH, SOURCE_WIDTH = 52, 190
 MOST_TICKS = 13
+WHOLE_RANGE = "also norms and activations, fused or not"
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +174,7 @@ def _draw_times(axes: Any, curves: CostCurves) -> None:
     axes.set_ylabel("time")
     _contexts_axis(axes, curves)
     _mark_crossover(axes, curves)
-    _legend(axes, shown + _mark_full(axes, curves), curves)
+    _legend(axes, shown + _mark_full(axes, curves), sparse, curves.range_means)
 
 
 def _draw_range(
@@ -188,12 +189,12 @@ def _draw_range(
     return list(lines)
 
 
-def _legend(axes: Any, shown: list[Any], curves: CostCurves) -> None:
+def _legend(axes: Any, shown: list[Any], ranges: Sequence[Range], means: str) -> None:
     from matplotlib.patches import Patch
 
-    if any(p.sparse_ms.low < p.sparse_ms.high for p in curves.points):
-        means = textwrap.fill(curves.range_means, LEGEND_WIDTH)
-        shown = [*shown, Patch(color=SPARSE, alpha=0.25, lw=0, label=means)]
+    if any(r.low < r.high for r in ranges):
+        label = textwrap.fill(means, LEGEND_WIDTH)
+        shown = [*shown, Patch(color=SPARSE, alpha=0.25, lw=0, label=label)]
     axes.legend(handles=shown, loc="upper left", fontsize=9, framealpha=1)
 
 
@@ -257,7 +258,7 @@ def _draw_whole(axes: Any, curves: CostCurves) -> None:
     shown += _draw_share(axes, curves, room)
     _label_asked(axes, curves)
     _contexts_axis(axes, curves)
-    _legend(axes, shown, curves)
+    _legend(axes, shown, speedups, f"{curves.range_means}; {WHOLE_RANGE}")
 
 
 def _headroom(speedups: Sequence[Range]) -> float:

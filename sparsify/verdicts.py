@@ -81,7 +81,10 @@ def assumptions_of(
         yield "A decode step reads every weight once, however many sequences it serves."
     else:
         yield "Gradients, optimiser and kept activations are not in the memory."
-    yield "Norms, activation functions and activations in memory are not counted."
+    yield (
+        "Norms, activation functions and other passes over activations cost nothing when they are "
+        "fused; the ranges end where each of them runs by itself, as in eager PyTorch."
+    )
     if any(layer.experts for layer in model.layers):
         yield "Tokens are sent to the experts evenly."
     if model.count("sliding"):

@@ -112,6 +112,11 @@ def test_msa_decode_byte_ratio(tokens, ratio):
     assert float(found) == pytest.approx(ratio, abs=0.005)
 
 
+def test_decode_ratio_of_a_million_tokens_is_exact():
+    found = at(published.decode_byte_ratio(), M3 | BF16, CONTEXT_TOKENS=2**20)
+    assert found == Rational(512, 65) and round(float(found), 3) == 7.877
+
+
 def test_decode_limit_is_eight_and_sixteen_in_float8():
     def limit(index_bytes):
         ratio = published.decode_byte_ratio().subs(M3 | BF16 | {s.INDEX_BYTES: index_bytes})
@@ -161,6 +166,7 @@ def test_moba_flop_crossover(block, topk, tokens):
         (7.24, 3.9, 33.7e3),
         (14.2, 6.5, 72.8e3),
         (4.29, 1.8, 18.6e3),
+        (3.04, 1.8, 13.2e3),
     ],
 )
 def test_crossover_with_measured_rates(rho_m, rho_i, tokens):
