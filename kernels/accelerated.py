@@ -2,9 +2,10 @@
 
 The stages of a forward pass: the choice of blocks (MoBA: block means and gate; MSA: index scores
 and top-k), reverse index, KV-outer attention, combine with the own block; with few queries, the
-reverse index and KV-outer attention give way to one program per query and block, and a decode step
-of MSA has kernels of its own. Stages work on slices (some lists, or some queries), so that scratch
-memory stays below `workspace_bytes` at any length. Nothing waits for the device.
+reverse index and KV-outer attention give way to one program per query and block. Where top-k covers
+every block, the combine alone does it, and a decode step of MSA has kernels of its own. Stages work
+on slices (some lists, or some queries), so that scratch memory stays below `workspace_bytes` at any
+length. Nothing waits for the device.
 
 Backward passes choose by these kernels and differentiate by the reference.
 """

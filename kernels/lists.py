@@ -33,15 +33,15 @@ class Given:
         self.chosen = max(1, min(blocks_BHTK.shape[-1], placement.blocks))
         self.width = padded(self.chosen, 4)
 
-    def rows(self, head: int, heads: int, first: int, count: int) -> tuple[Tensor, Tensor]:
-        """Past blocks `[heads, count, W]`, and whether each row's own block is listed."""
+    def rows(self, first_list: int, lists: int, first: int, count: int) -> tuple[Tensor, Tensor]:
+        """Past blocks `[lists, count, W]`, and whether each row's own block is listed."""
         first_T1, end_T1 = _past_range(
             self.placement, self.blocks_BHTK.shape[2], self.block_size, self.blocks_BHTK.device
         )
         at = slice(first, first + count)
-        batch = torch.arange(head, head + heads, device=end_T1.device)
+        batch = torch.arange(first_list, first_list + lists, device=end_T1.device)
         batch = batch // self.blocks_BHTK.shape[1]
-        mine = self.blocks_BHTK.flatten(0, 1)[head : head + heads, at]
+        mine = self.blocks_BHTK.flatten(0, 1)[first_list : first_list + lists, at]
         row = batch.clamp(max=end_T1.shape[0] - 1)
         first_HT1, end_HT1 = first_T1[row][:, at], end_T1[row][:, at]
         number = mine + first_HT1

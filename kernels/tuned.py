@@ -170,7 +170,7 @@ def check_writable() -> Path:
 
 
 def forget() -> None:
-    """Start anew, as another process would."""
+    """Start anew, as another process would: for tests, and after the file was changed by hand."""
     global _file_read
     _in_force.clear()
     _measured.clear()

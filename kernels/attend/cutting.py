@@ -23,6 +23,9 @@ _LONG = 1 << 16  # with this many queries the lists are long enough for longer w
 class Chooser(Protocol):
     """Gives the past blocks of a slice: `chosen` places of `width`.
 
+    There are three: `moba.Gate` scores blocks for each head, `msa.Index` for each key group, and
+    `lists.Given` has them from the caller.
+
     together: whether all lists of a batch row are chosen at once, so that slices had better hold
         all of them and fewer queries.
     """
