@@ -22,8 +22,10 @@ BF16, FP16, FP32, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.floa
 SCORES, HOPPER = "msa_scores_fwd_kernel", "msa_scores_hopper_fwd_kernel"
 
 
-def tensors(*, queries=16_384, keys=131_072, size=128, groups=4, shared=True, dtype=BF16):
-    iq = torch.empty(1, groups, queries, size, dtype=dtype)
+def tensors(
+    *, queries=16_384, keys=131_072, size=128, groups=4, shared=True, dtype=BF16, query=None
+):
+    iq = torch.empty(1, groups, queries, size, dtype=query or dtype)
     return iq, torch.empty(1, 1 if shared else groups, keys, size, dtype=dtype)
 
 
@@ -58,6 +60,11 @@ CASES = {
     "128/16 float8": {"dtype": FP8},
     "128/16 float16 d32 g7": {"dtype": FP16, "size": 32, "groups": 7},
     "128/16 float32": {"dtype": FP32, "topk": 4, "keys": 8192, "queries": 512},
+    "128/16 proxy": {"query": FP32, "shared": False},
+    "128/16 proxy float16": {"query": FP32, "shared": False, "dtype": FP16},
+    "128/16 proxy, few queries": {"query": FP32, "shared": False, "queries": 8},
+    "128/16 proxy masked union": {"query": FP32, "masked": True, "local": "union"},
+    "256/16 proxy d256": {"query": FP32, "shared": False, "block": 256, "size": 256},
 }
 BY_POINTER = ("masked", "d80", "float32")
 SLOW = ("float32", "masked", "d80")
@@ -92,7 +99,8 @@ def test_nothing_spills_on_sm_90(name):
             assert "max.NaN.f32" in ptx
 
 
-OTHER = [n for n in CASES if "float8" not in n and "g7" not in n]
+LEFT_OUT = ("float8", "g7", "proxy float16", "proxy, few queries", "128/16 proxy")
+OTHER = [n for n in CASES if not any(s in n for s in LEFT_OUT) or "masked" in n]
 TARGETS = [(t, n) for t in ("sm_80", "sm_100", "gfx942") for n in OTHER]
 
 
@@ -106,6 +114,33 @@ def test_every_kernel_fits(target, name):
             used = resources(kernel)
             assert used["registers"] <= MOST_REGISTERS
             assert used["stack_bytes"] == 0, launch.name
+
+
+PRODUCTS = {
+    "sm_80": ("ptx", "mma.sync.aligned"),
+    "sm_90": ("ptx", "wgmma.mma_async.sync"),
+    "sm_100": ("ptx", "tcgen05.mma"),
+    "gfx942": ("amdgcn", "v_mfma_f32"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", PRODUCTS)
+def test_terms_of_queries_are_multiplied_by_tensor_cores(target):
+    """By three products in bfloat16 and two in float16; keys stay as they are."""
+    kind, instruction = PRODUCTS[target]
+    found = {}
+    for query, dtype in ((FP32, BF16), (FP32, FP16), (FP16, FP16)):
+        made = case(target=target, query=query, dtype=dtype, groups=1, queries=64)
+        (launch,) = [x for x in made if x.name == SCORES]
+        keys = launch.values["ik_ptr"]  # or a descriptor
+        assert getattr(keys, "base", keys).dtype == dtype
+        kernel = compiled(launch, target)
+        assert kernel.metadata.shared <= SHARED_BYTES[target]
+        assert target == "gfx942" or resources(kernel)["stack_bytes"] <= 8
+        found[query, dtype] = kernel.asm[kind].count(instruction)
+    once = found[FP16, FP16]
+    assert found[FP32, BF16] > found[FP32, FP16] > once > 0
 
 
 @pytest.mark.slow
@@ -129,6 +164,9 @@ GLUON = {
     "float8 d64 keys of their own": {"dtype": FP8, "size": 64, "shared": False},
     "float16 one query": {"dtype": FP16, "queries": 1},
     "three groups": {"groups": 3},
+    "proxy": {"query": FP32, "shared": False},
+    "proxy d64 union": {"query": FP32, "shared": False, "size": 64, "local": "union"},
+    "proxy float16": {"query": FP32, "shared": False, "dtype": FP16},
 }
 
 
@@ -144,13 +182,15 @@ def test_the_hopper_kernel(name):
     assert kernel.metadata.shared <= SHARED_BYTES["sm_90"]
     ptx, sass = kernel.asm["ptx"], kernel.asm["sass"]
     assert "wgmma.mma_async" in ptx and "cp.async.bulk.tensor" in ptx and "max.NaN.f32" in ptx
-    assert len(re.findall(r"WARPGROUP\.DEPBAR", sass)) == 4
+    assert len(re.findall(r"WARPGROUP\.DEPBAR", sass)) == (2 if "proxy" in name else 4)
 
 
-@pytest.mark.parametrize("dtype", [BF16, FP16, FP8])
+@pytest.mark.parametrize(
+    ("query", "dtype"), [(BF16, BF16), (FP16, FP16), (FP8, FP8), (FP32, BF16), (FP32, FP16)]
+)
 @pytest.mark.parametrize("size", [64, 128])
-def test_the_hopper_kernel_is_taken_where_it_fits(size, dtype):
-    assert taken(size=size, dtype=dtype) == "gluon"
+def test_the_hopper_kernel_is_taken_where_it_fits(size, query, dtype):
+    assert taken(size=size, query=query, dtype=dtype) == "gluon"
 
 
 @pytest.mark.parametrize(
@@ -163,6 +203,7 @@ def test_the_hopper_kernel_is_taken_where_it_fits(size, dtype):
         {"size": 80},
         {"size": 256},
         {"dtype": FP32},
+        {"query": FP32, "dtype": FP8},
         {"queries": 16},
         {"masked": True},
         {"keys_last": False},
