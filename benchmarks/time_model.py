@@ -32,6 +32,8 @@ def report(runs, gpu):
         if value > 0
     )
     print(f"\n{runs[0].kernel}, {runs[0].phase}: fitted on {len(seen)} runs: {factors}")
+    if len(seen) <= len(found.factors):
+        print(f"{len(found.factors)} unknowns: too many for the runs to tell its parts apart")
     print(f"{'held out':44} {'measured ms':>12} {'predicted ms':>12} {'error':>8}")
     for row, error in zip(unseen, found.errors(unseen), strict=True):
         predicted = found.predict_ms(row.bounds_ms)

@@ -27,12 +27,18 @@ def expected(configuration, workload):
     return sum(counted(f, values).flops for f in stage_formulas(configuration, workload))
 
 
-def seen(call):
-    """FLOP of our ops in a call."""
+def seen_apart(call):
+    """FLOP of our ops in a call, and of all others."""
     with FlopCounterMode(display=False) as counter:
         call()
     counts = counter.get_flop_counts()["Global"]
-    return sum(n for op, n in counts.items() if str(op).startswith("sparsify."))
+    ours = sum(n for op, n in counts.items() if str(op).startswith("sparsify."))
+    return ours, counter.get_total_flops() - ours
+
+
+def seen(call):
+    """FLOP of our ops in a call."""
+    return seen_apart(call)[0]
 
 
 def rewritten(policy):
@@ -71,6 +77,21 @@ def test_prefill(name, batch, length):
     workload = Workload.of(Phase.PREFILL, length, batch)
     wanted = LAYERS * expected(Configuration.of(policy.method), workload)
     assert seen(lambda: model(tokens(batch, length), use_cache=False)) == wanted
+
+
+def test_a_learned_indexer_is_counted_with_its_projections():
+    """Torch counts the projections as products: what the same model has beyond the proxy's."""
+    learned = sparsify.Policy.msa(block_size=8, topk=3, indexer="learned", index_dim=16)
+    workload, ids = Workload.of(Phase.PREFILL, 53, 2), tokens(2, 53)
+    configuration = Configuration.of(learned.method)
+    hidden = build("llama").config.hidden_size
+    values = values_of(SHAPE, workload, configuration, ElementBytes(), hidden)
+    stages = [counted(f, values) for f in stage_formulas(configuration, workload)]
+    projections = sum(stage.flops for stage in stages if stage.name == "index projections")
+    model, proxy = rewritten(learned), rewritten(POLICIES["msa"])
+    ours, rest = seen_apart(lambda: model(ids, use_cache=False))
+    assert ours == LAYERS * (sum(stage.flops for stage in stages) - projections)
+    assert rest - seen_apart(lambda: proxy(ids, use_cache=False))[1] == LAYERS * projections > 0
 
 
 @pytest.mark.parametrize("name", POLICIES)
