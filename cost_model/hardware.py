@@ -341,6 +341,11 @@ def _read(path: Path) -> Gpu:
 
 def _parsed(path: Path) -> Gpu:
     data = read_document(path, "GPU file")
+    lacking = [name for name, field in Gpu.model_fields.items() if field.is_required()]
+    lacking = [name for name in lacking if name not in data]
+    if len(lacking) > 1:
+        listed = f"{', '.join(lacking[:-1])} and {lacking[-1]}"
+        raise UsageError(f"The GPU file {path} is wrong: {listed} are missing.")
     try:
         return Gpu(**{str(key): value for key, value in data.items()})
     except UsageError as error:

@@ -19,7 +19,12 @@ def gpus(
     ] = None,
     json: Json = False,
 ) -> None:
-    """List the known GPUs, or all figures of one."""
+    """List the known GPUs, or all figures of one.
+
+    A YAML file of your own needs name, vendor, architecture, bf16_dense_tflops (dense, FP32
+    accumulation), memory_gb and memory_bandwidth_gbs. Figures are numbers, or {value: 989.4,
+    source: where it stands}; `sparsify gpus h200` shows the other names that they have.
+    """
     check_given(NAME=name)
     from sparsify.cli import render_gpus
     from sparsify.cost_model.hardware import list_gpus, load_gpu

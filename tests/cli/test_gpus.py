@@ -85,3 +85,16 @@ def test_a_file_of_the_users(cli, tmp_path, monkeypatch):
 def test_faults_are_one_sentence(cli, words, code, part):
     got, out, err = cli("gpus", *words)
     assert (got, out) == (code, "") and part in err and len(err.strip().splitlines()) == 1
+
+
+def test_help_says_what_a_file_needs(cli, tmp_path):
+    """And no more: a file of just these figures is read."""
+    fields = ("bf16_dense_tflops", "memory_gb", "memory_bandwidth_gbs")
+    out = " ".join(cli("gpus", "--help")[1].split())
+    assert "needs name, vendor, architecture, bf16_dense_tflops" in out
+    assert all(field in out for field in fields)
+    path = tmp_path / "mine.yaml"
+    text = "name: Mine\nvendor: me\narchitecture: own\n"
+    path.write_text(text + "".join(f"{field}: 100\n" for field in fields))
+    code, out, _ = cli("gpus", path)
+    assert code == 0 and "no source given" in out

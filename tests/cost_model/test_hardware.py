@@ -358,6 +358,13 @@ def test_what_a_file_must_have(tmp_path, field):
         load_gpu(str(file_of(tmp_path, data)))
 
 
+def test_all_that_is_missing_is_named_at_once(tmp_path):
+    path = file_of(tmp_path, {"name": "Mine", "bf16_dense_tflops": 100})
+    lacking = "vendor, architecture, memory_gb and memory_bandwidth_gbs are missing"
+    with pytest.raises(UsageError, match=lacking):
+        load_gpu(str(path))
+
+
 def test_text_that_is_no_yaml(tmp_path):
     with pytest.raises(UsageError, match="malformed: line 1"):
         load_gpu(str(file_of(tmp_path, "name: a: b")))
