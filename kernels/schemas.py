@@ -1,4 +1,4 @@
-"""The ops: their schemas, shapes and gradients.
+"""The ops: their schemas and what they compute.
 
 Importing this module registers them under `torch.ops.sparsify`, with formulas for torch's FLOP
 counter; the functions below are the same ops with documentation. It imports no Triton (torch's
@@ -20,16 +20,10 @@ slots, D key size, V value size, I index size, N blocks, K list places.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
-
-import torch
 from torch import Tensor
 
-from sparsify.kernels import flops, selection, validation
-from sparsify.kernels.dispatch import implementation, with_topk_in_force
-from sparsify.kernels.layout import Layout, key_slots, list_width
+from sparsify.kernels import flops
+from sparsify.kernels.registration import Op, call, register
 
 __all__ = [
     "block_attention",
@@ -51,77 +45,48 @@ _DENSE = "int min_context=0, bool decode_dense=False"
 _LOCAL = 'str local="inside"'
 _OUTS = "(Tensor out, Tensor lse)"
 _GRAD_OUTS = "(Tensor grad_q, Tensor grad_k, Tensor grad_v)"
-_LAYOUT_SIZE = len(Layout._fields)
-
-
-@dataclass(frozen=True, slots=True)
-class _Op:
-    """Schema of an op. Its positional arguments: own tensors, layout tensors, further tensors."""
-
-    name: str
-    schema: str
-    own: int
-    further: int = 0
-
-    @property
-    def chooses(self) -> bool:
-        """Whether the op chooses blocks and attends them."""
-        return self.name.startswith(("moba_attention", "msa_attention"))
-
-    @property
-    def first(self) -> int:
-        """Place of q; k follows it."""
-        return 2 if self.name.endswith("_backward") else 0
-
-    def split(self, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], Layout, tuple[Any, ...]]:
-        """The three parts; arguments left out at the end are None."""
-        missing = self.own + _LAYOUT_SIZE + self.further - len(args)
-        full = args + (None,) * missing
-        border = self.own + _LAYOUT_SIZE
-        return full[: self.own], Layout(*full[self.own : border]), full[border:]
-
 
 _OPS = (
-    _Op(
+    Op(
         "moba_select",
         f"(Tensor q, Tensor k, {_LAY}, Tensor? block_means=None, *, {_SIZES}) -> Tensor",
         own=2,
         further=1,
     ),
-    _Op("msa_select", f"(Tensor iq, Tensor ik, {_LAY}, *, {_SIZES}, {_LOCAL}) -> Tensor", own=2),
-    _Op(
+    Op("msa_select", f"(Tensor iq, Tensor ik, {_LAY}, *, {_SIZES}, {_LOCAL}) -> Tensor", own=2),
+    Op(
         "block_attention",
         f"(Tensor q, Tensor k, Tensor v, Tensor blocks, {_LAY}, *, int block_size, {_ATT})"
         f" -> {_OUTS}",
         own=4,
     ),
-    _Op(
+    Op(
         "block_attention_backward",
         f"({_GRADS}, Tensor q, Tensor k, Tensor v, Tensor blocks, Tensor out, Tensor lse, "
         f"{_LAY}, *, int block_size, {_ATT}) -> {_GRAD_OUTS}",
         own=8,
     ),
-    _Op(
+    Op(
         "moba_attention",
         f"(Tensor q, Tensor k, Tensor v, {_LAY}, Tensor? block_means=None, *, {_SIZES}, {_DENSE}, "
         f"{_ATT}) -> {_OUTS}",
         own=3,
         further=1,
     ),
-    _Op(
+    Op(
         "moba_attention_backward",
         f"({_GRADS}, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {_LAY}, "
         f"Tensor? block_means=None, *, {_SIZES}, {_DENSE}, {_ATT}) -> {_GRAD_OUTS}",
         own=7,
         further=1,
     ),
-    _Op(
+    Op(
         "msa_attention",
         f"(Tensor q, Tensor k, Tensor v, Tensor iq, Tensor ik, {_LAY}, *, {_SIZES}, {_LOCAL}, "
         f"{_DENSE}, {_ATT}) -> {_OUTS}",
         own=5,
     ),
-    _Op(
+    Op(
         "msa_attention_backward",
         f"({_GRADS}, Tensor q, Tensor k, Tensor v, Tensor iq, Tensor ik, Tensor out, Tensor lse, "
         f"{_LAY}, *, {_SIZES}, {_LOCAL}, {_DENSE}, {_ATT}) -> {_GRAD_OUTS}",
@@ -169,7 +134,7 @@ def moba_select(
     """
     lay = (q_start, kv_len, key_mask, block_origin, cu_seqlens_q, cu_seqlens_k, page_table)
     sizes = {"block_size": block_size, "topk": topk}
-    blocks: Tensor = _call("moba_select", q, k, *lay, block_means, **sizes)
+    blocks: Tensor = call("moba_select", q, k, *lay, block_means, **sizes)
     return blocks
 
 
@@ -210,9 +175,7 @@ def msa_select(
         ValueError: for arguments that do not fit, naming the argument.
     """
     lay = (q_start, kv_len, key_mask, block_origin, cu_seqlens_q, cu_seqlens_k, page_table)
-    blocks: Tensor = _call(
-        "msa_select", iq, ik, *lay, block_size=block_size, topk=topk, local=local
-    )
+    blocks: Tensor = call("msa_select", iq, ik, *lay, block_size=block_size, topk=topk, local=local)
     return blocks
 
 
@@ -260,7 +223,7 @@ def block_attention(
     """
     lay = (q_start, kv_len, key_mask, block_origin, cu_seqlens_q, cu_seqlens_k, page_table)
     options = {"scale": scale, "deterministic": deterministic, "workspace_bytes": workspace_bytes}
-    result: tuple[Tensor, Tensor] = _call(
+    result: tuple[Tensor, Tensor] = call(
         "block_attention", q, k, v, blocks, *lay, block_size=block_size, **options
     )
     return result
@@ -303,7 +266,7 @@ def block_attention_backward(
     lay = (q_start, kv_len, key_mask, block_origin, cu_seqlens_q, cu_seqlens_k, page_table)
     options = {"scale": scale, "deterministic": deterministic, "workspace_bytes": workspace_bytes}
     tensors = (grad_out, grad_lse, q, k, v, blocks, out, lse, *lay)
-    grads: tuple[Tensor, Tensor, Tensor] = _call(
+    grads: tuple[Tensor, Tensor, Tensor] = call(
         "block_attention_backward", *tensors, block_size=block_size, **options
     )
     return grads
@@ -343,7 +306,7 @@ def moba_attention(
     options = {"scale": scale, "deterministic": deterministic, "workspace_bytes": workspace_bytes}
     sizes = {"block_size": block_size, "topk": topk}
     dense = {"min_context": min_context, "decode_dense": decode_dense}
-    result: tuple[Tensor, Tensor] = _call(
+    result: tuple[Tensor, Tensor] = call(
         "moba_attention", q, k, v, *lay, block_means, **sizes, **dense, **options
     )
     return result
@@ -381,128 +344,12 @@ def msa_attention(
     options = {"scale": scale, "deterministic": deterministic, "workspace_bytes": workspace_bytes}
     sizes = {"block_size": block_size, "topk": topk, "local": local}
     dense = {"min_context": min_context, "decode_dense": decode_dense}
-    result: tuple[Tensor, Tensor] = _call(
+    result: tuple[Tensor, Tensor] = call(
         "msa_attention", q, k, v, iq, ik, *lay, **sizes, **dense, **options
     )
     return result
 
 
-def _call(name: str, *args: Any, **options: Any) -> Any:
-    validation.check_options(options)
-    return getattr(torch.ops.sparsify, name)(*args, **options)
-
-
-def _body(op: _Op) -> Callable[..., Any]:
-    def body(*args: Any, **options: Any) -> Any:
-        validation.check_options(options)
-        own, layout, further = op.split(args)
-        if op.chooses:
-            options = with_topk_in_force(options, own[op.first], own[op.first + 1], layout)
-        with torch.no_grad():
-            run = getattr(implementation(op.name, own, layout, options), op.name)
-            return run(*own, layout, *further, **options)
-
-    return body
-
-
-def _fake_lists(op: _Op) -> Callable[..., Tensor]:
-    def fake(*args: Any, **options: Any) -> Tensor:
-        (q, k), layout, further = op.split(args)
-        block_size, topk = options["block_size"], options["topk"]
-        local = options.get("local", "inside")
-        if op.name == "moba_select":
-            validation.check_moba(q, k, None, layout, further[0], block_size, topk)
-        else:
-            validation.check_msa(q, k, None, None, None, layout, block_size, topk, local)
-        width = list_width(key_slots(k, layout), block_size, topk, local)
-        blocks: Tensor = q.new_empty((*q.shape[:3], width), dtype=torch.int32)
-        return blocks
-
-    return fake
-
-
-def _fake_attention(op: _Op) -> Callable[..., tuple[Tensor, Tensor]]:
-    def fake(*args: Any, **options: Any) -> tuple[Tensor, Tensor]:
-        own, layout, further = op.split(args)
-        q, k, v = own[:3]
-        block_size = options["block_size"]
-        if op.name == "block_attention":
-            validation.check_blocks(q, k, v, own[3], layout, block_size)
-        elif op.name == "moba_attention":
-            validation.check_moba(q, k, v, layout, further[0], block_size, options["topk"])
-        else:
-            local = options.get("local", "inside")
-            iq, ik = own[3:]
-            validation.check_msa(iq, ik, q, k, v, layout, block_size, options["topk"], local)
-        lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-        return q.new_empty((*q.shape[:3], v.shape[3])), q.new_empty(q.shape[:3], dtype=lse_dtype)
-
-    return fake
-
-
-def _fake_gradients(op: _Op) -> Callable[..., tuple[Tensor, ...]]:
-    def fake(*args: Any, **options: Any) -> tuple[Tensor, ...]:
-        q, k, v = op.split(args)[0][2:5]
-        return tuple(x.new_empty(x.shape) for x in (q, k, v))
-
-    return fake
-
-
-def _keep_for_backward(op: _Op) -> Callable[..., None]:
-    def setup(
-        ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Any
-    ) -> None:
-        ctx.save_for_backward(*inputs[: op.own], *output, *inputs[op.own :])
-        ctx.options = keyword_only_inputs
-        ctx.replayed = selection.current_replay()
-
-    return setup
-
-
-def _backward(op: _Op) -> Callable[..., tuple[Any, ...]]:
-    def backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Any, ...]:
-        with selection.resume(ctx.replayed):
-            grads = _call(
-                f"{op.name}_backward", grad_out, grad_lse, *ctx.saved_tensors, **ctx.options
-            )
-        return (*grads, *(None,) * (op.own - 3 + _LAYOUT_SIZE + op.further))
-
-    return backward
-
-
-def _no_gradient(op: _Op) -> Callable[..., tuple[None, ...]]:
-    def backward(ctx: Any, *grads: Any) -> tuple[None, ...]:
-        return (None,) * (op.own + _LAYOUT_SIZE + op.further)
-
-    return backward
-
-
-def _no_second_gradient(op: _Op) -> Callable[..., Any]:
-    def backward(ctx: Any, *grads: Any) -> Any:
-        raise NotImplementedError(
-            f"sparsify::{op.name} has no derivative: second derivatives of "
-            "block-sparse attention are not implemented."
-        )
-
-    return backward
-
-
-def _register(op: _Op) -> None:
-    name = f"sparsify::{op.name}"
-    torch.library.define(name, op.schema, tags=torch.Tag.pt2_compliant_tag)
-    torch.library.impl(name, "default", _body(op))
-    if op.name.endswith("_select"):
-        torch.library.register_fake(name, _fake_lists(op))
-        torch.library.register_autograd(name, _no_gradient(op))
-    elif op.name.endswith("_backward"):
-        torch.library.register_fake(name, _fake_gradients(op))
-        torch.library.register_autograd(name, _no_second_gradient(op))
-    else:
-        torch.library.register_fake(name, _fake_attention(op))
-        setup = _keep_for_backward(op)
-        torch.library.register_autograd(name, _backward(op), setup_context=setup)
-
-
 for _op in _OPS:
-    _register(_op)
+    register(_op)
 flops.register()
