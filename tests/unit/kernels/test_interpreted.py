@@ -1,4 +1,4 @@
-"""Runs `tests/interpreted`, what is MSA's excepted: two files, for two processes."""
+"""Runs `tests/interpreted`; `tests/conftest.py` lets each of these tests go to any process."""
 
 from __future__ import annotations
 
@@ -8,18 +8,36 @@ import sys
 
 import pytest
 
-from tests._util.interpreting import FOLDER, OF_MSA, OTHERS, ROOT, assert_passes_and_ran
+from tests._util.interpreting import (
+    FILES,
+    FOLDER,
+    ROOT,
+    SHORT_BYTES,
+    assert_pass_and_ran,
+    together,
+)
+
+SIZES = {name: (FOLDER / name).stat().st_size for name in FILES}
 
 
-def test_there_are_files():
-    assert len(OTHERS) >= 6 and len(OF_MSA) >= 4
+def test_every_file_runs_once():
+    ran = [name for names in together(SIZES) for name in names.split()]
+    assert sorted(ran) == FILES and len(FILES) >= 10
+
+
+def test_long_files_run_alone_and_short_ones_together():
+    long = SHORT_BYTES + 1
+    files = {"a.py": 1, "b.py": long, "c.py": 2, "d.py": 2 * long}
+    assert together(files) == ["d.py", "b.py", "c.py a.py"]
+    assert together({"b.py": long}) == ["b.py"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", OTHERS)
-def test_file_passes_and_ran(name, tmp_path):
+@pytest.mark.timeout(1200)  # each test of a file has its own time
+@pytest.mark.parametrize("names", together(SIZES))
+def test_files_pass_and_ran(names, tmp_path):
     pytest.importorskip("triton")
-    assert_passes_and_ran(name, tmp_path)
+    assert_pass_and_ran(names, tmp_path)
 
 
 def test_nothing_is_collected_without_the_interpreter():

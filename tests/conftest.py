@@ -1,0 +1,37 @@
+"""How tests are spread over processes: what takes longest starts first.
+
+With `pytest -n 2 --dist loadfile` a file runs in one process, so that what it builds is built once;
+files of `tests/interpreted`, which are processes of their own, go to whichever is free.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+ALONE = "test_interpreted.py::"
+
+
+def _rank(item: pytest.Item, slow: set[object]) -> int:
+    if ALONE in item.nodeid:
+        return 0 if item.get_closest_marker("slow") else 1
+    return 2 if item.path in slow else 3
+
+
+@pytest.hookimpl(trylast=True)  # the random order within a rank stays
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: _rank(item, slow))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    if config.getvalue("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class LongestFirst(LoadFileScheduling):
+        def _split_scope(self, nodeid):
+            return nodeid if ALONE in nodeid else super()._split_scope(nodeid)
+
+    config.option.loadscopereorder = False
+    return LongestFirst(config, log)
