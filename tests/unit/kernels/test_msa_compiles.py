@@ -99,13 +99,25 @@ def test_nothing_spills_on_sm_90(name):
             assert "max.NaN.f32" in ptx
 
 
-LEFT_OUT = ("float8", "g7", "proxy float16", "proxy, few queries", "128/16 proxy")
-OTHER = [n for n in CASES if not any(s in n for s in LEFT_OUT) or "masked" in n]
-TARGETS = [(t, n) for t in ("sm_80", "sm_100", "gfx942") for n in OTHER]
+EVERYWHERE = (
+    "128/16",
+    "256/16 d256",
+    "128/16 masked union",
+    "128/16 float32",
+    "128/16 proxy masked union",
+    "256/16 proxy d256",
+)
+# What differs from those in one fact, of which no GPU makes much: on one or two of them.
+SOMEWHERE = {
+    "sm_80": ("64/16 d64", "96/4 d80", "128/16 union"),
+    "sm_100": ("16/4", "128/8 keys of their own", "128/16 one query", "128/16 float8"),
+    "gfx942": ("64/16 d64", "128/16 masked"),
+}
+TARGETS = [(t, n) for t, more in SOMEWHERE.items() for n in (*EVERYWHERE, *more)]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("target", "name"), [*TARGETS, ("sm_100", "128/16 float8")])
+@pytest.mark.parametrize(("target", "name"), TARGETS)
 def test_every_kernel_fits(target, name):
     for launch in case(target=target, **CASES[name]):
         kernel = compiled(launch, target)
@@ -145,10 +157,7 @@ def test_terms_of_queries_are_multiplied_by_tensor_cores(target):
 
 @pytest.mark.slow
 # The longest lists take a compiler for sm_80 most of a minute.
-@pytest.mark.parametrize(
-    ("topk", "target"),
-    [(18, "sm_80"), (18, "sm_90"), (18, "gfx942"), (256, "sm_90"), (256, "gfx942")],
-)
+@pytest.mark.parametrize(("topk", "target"), [(18, "sm_80"), (256, "sm_90"), (256, "gfx942")])
 def test_long_lists_fit(topk, target):
     (launch,) = [x for x in case(topk=topk, target=target) if "exact" in x.name]
     kernel = compiled(launch, target)
