@@ -7,7 +7,7 @@ size.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -30,11 +30,13 @@ __all__ = [
     "tiles_of",
 ]
 
-CHUNK = 512  # keys that one program ranks at once
+CHUNK = 512  # blocks that one program ranks at once, at most
+_LEAST_CHUNK = 128
 MOST_PLACES = 256
 _FULL = 0.85  # share of the last wave of programs that should be busy
 _WAVES = 6  # of which the last one matters little
 _MOST_PART_BYTES = 256 << 20  # of partial results
+_BUFFER_BYTES = 64 << 10  # of keys and values of a program; a multiprocessor has two of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,11 +89,16 @@ class Call:
         return waves >= _FULL * block_count(self.lists, self.sm_count)
 
     @property
+    def chunk(self) -> int:
+        """Blocks that one program ranks at once where a row has several segments."""
+        return max(min(padded(self.blocks) // 8, CHUNK), _LEAST_CHUNK, self.length)
+
+    @property
     def segments(self) -> int:
         """Programs that rank one row."""
         if self.one_program or self.length > CHUNK // 2:
             return 1
-        return min(padded(block_count(self.blocks, CHUNK), 1), CHUNK // self.length)
+        return min(padded(block_count(self.blocks, self.chunk), 1), CHUNK // self.length)
 
 
 def call_of(
@@ -146,19 +153,14 @@ def tiles_of(q: Tensor, v: Tensor, iq: Tensor, ik: Tensor, block: int, shared_by
         stages -= 1
     pair = (padded(q.shape[3]) + padded(v.shape[3])) * q.element_size()
     widest = padded(max(q.shape[3], v.shape[3]))
-    width = (64 if widest <= 128 else 32) >> (1 if q.element_size() > 2 else 0)
+    width = (128 if widest <= 128 else 64) >> (2 if q.element_size() > 2 else 0)
     width = min(width, padded(block))
     while width > 16 and (width + 16) * pair > shared_bytes:
         width //= 2
-    whole = Tiles(rows, columns, stages, 8 if exact else 4, width, 3)
-    return _fewer_stages(whole, pair, shared_bytes)
-
-
-def _fewer_stages(tiles: Tiles, pair_bytes: int, shared_bytes: int) -> Tiles:
-    stages = tiles.stages
-    while stages > 1 and (stages * tiles.columns + 16) * pair_bytes > shared_bytes:
-        stages -= 1
-    return replace(tiles, stages=stages)
+    walk = 3
+    while walk > 2 and (walk - 1) * width * pair > _BUFFER_BYTES:
+        walk -= 1
+    return Tiles(rows, columns, stages, 8 if exact else 4, width, walk)
 
 
 def is_exact(iq: Tensor, ik: Tensor) -> bool:
@@ -207,7 +209,7 @@ def row_strides(layout: Layout) -> tuple[int, int]:
     return 0 if mask is None else mask.stride(0), 0 if table is None else table.stride(0)
 
 
-def starts(call: Call, *, first: bool, warps: int = 4) -> dict[str, object]:
+def starts(call: Call, *, first: bool = False, warps: int = 4) -> dict[str, object]:
     """Options of a launch; all but the first kernel may start before their input is there."""
     options: dict[str, object] = {"PDL": call.pdl, "num_warps": warps}
     if call.pdl and not first:

@@ -149,10 +149,9 @@ def msa_decode(
     if not out.numel() or not call.slots or not k.shape[0]:
         return out.zero_(), lse.fill_(float("-inf"))
     layout = readable(layout)
-    segments = 0 if call.every else call.segments
-    best = None if call.every else best_blocks(iq, ik, layout, call, segments)
+    best = None if call.every else best_blocks(iq, ik, layout, call, call.segments)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    _attend(q, k, v, best, segments, layout, call, scale * LOG2E, out, lse)
+    _attend(q, k, v, best, layout, call, scale * LOG2E, out, lse)
     return out, lse
 
 
@@ -161,7 +160,6 @@ def _attend(
     k: Tensor,
     v: Tensor,
     best: Tensor | None,
-    segments: int,
     layout: Layout,
     call: Call,
     scale_log2: float,
@@ -203,7 +201,7 @@ def _attend(
         BLOCK=call.block,
         CHOSEN=call.chosen,
         LENGTH=call.length,
-        SEGMENTS=segments,
+        SEGMENTS=0 if best is None else call.segments,
         TILE_N=columns,
         TILES=parts,
         STAGES=min(call.tiles.stages, parts + 1) if split else call.tiles.stages,
@@ -224,7 +222,7 @@ def _attend(
             VP=padded(v.shape[3]),
             PLACES=places,
             UNROLLED=places <= _UNROLLED,
-            **starts(call, first=False, warps=1),
+            **starts(call, warps=1),
         )
 
 

@@ -86,13 +86,10 @@ def _tile_of(
 
 
 @triton.jit
-def _listed(list_ptr, at, past, own, SEGMENTS: tl.constexpr):
-    """Block at a place of a list, the own one behind the others."""
-    if SEGMENTS == 0:
-        c = own * 0 + at
-    else:
-        c = tl.load(list_ptr + at, mask=at < past, other=0)
-    return tl.where(at < past, c, own)
+def _at(values_L, l_L, at):
+    """One of the numbers of a list in registers: a load would keep those that wait for it from
+    being fetched ahead."""
+    return tl.sum(tl.where(l_L == at, values_L, 0), 0)
 
 
 @triton.jit(do_not_specialize=["S", "pages"])
@@ -143,13 +140,11 @@ def decode_attention_fwd_kernel(
     if PDL:
         gdc_wait()
 
-    list_ptr = best_ptr
     if SEGMENTS == 0:
         number_L = tl.where(l_L < past_end(p, keys, BLOCK, False), l_L, NO_BLOCK)
         number_L = tl.where(l_L < CHOSEN, number_L, NO_BLOCK)
     elif SEGMENTS == 1:
-        list_ptr += row * LENGTH
-        number_L = tl.load(list_ptr + l_L)
+        number_L = tl.load(best_ptr + row * LENGTH + l_L)
     else:
         candidate = tl.arange(0, SEGMENTS * LENGTH)
         key_L = tl.topk(tl.load(best_ptr + row * SEGMENTS * LENGTH + candidate), LENGTH)
@@ -160,34 +155,36 @@ def decode_attention_fwd_kernel(
 
     if SPLIT:
         is_own = place == CHOSEN
-        c = tl.where(is_own, own, tl.sum(tl.where(l_L == place, number_L, 0), 0))
+        c = tl.where(is_own, own, _at(number_L, l_L, place))
         there = (is_own & has_own) | (place < past)
         steps = tl.where(there, TILES, 0)
+        page = b
+        if table_ptr is not None:
+            page = page_of(table_ptr, stride_tb, b, c, there, pages)
     else:
         there = count > 0
         steps = count * TILES
-        c = _listed(list_ptr, 0, past, own, SEGMENTS)
-    # Block and page of the next tile are looked up ahead: loads that wait for one are fetched late.
-    page = b
-    if table_ptr is not None:
-        page = page_of(table_ptr, stride_tb, b, c, there, pages)
+        if table_ptr is not None:
+            page_L = page_of(table_ptr, stride_tb, b, number_L, l_L < past, pages)
+            own_page = page_of(table_ptr, stride_tb, b, own, has_own, pages)
     top_M = tl.full([M], float("-inf"), tl.float32)
     sum_M = tl.zeros([M], tl.float32)
     acc_MV = tl.zeros([M, VP], tl.float32)
     all_top_M, all_sum_M, all_acc_MV = top_M, sum_M, acc_MV
     for step in tl.range(0, steps, num_stages=STAGES):
         tile = step % TILES
+        if not SPLIT:
+            at = step // TILES
+            c = tl.where(at < past, _at(number_L, l_L, at), own)
+            page = b
+            if table_ptr is not None:
+                page = tl.where(at < past, _at(page_L, l_L, at), own_page)
         new_top_M, new_sum_M, new_acc_MV = _tile_of(
             q_MD, k_ptr, v_ptr, mask_ptr, b, g, c, page, tile, origin, reach,
             stride_kb, stride_kg, stride_ks, stride_kd,
             stride_vb, stride_vg, stride_vs, stride_vd, stride_mb, scale_log2,
             BLOCK, D, DP, V, VP, TILE_N, table_ptr is not None, EXACT_DOT,
         )  # fmt: skip
-        if not SPLIT:
-            at = (step + 1) // TILES
-            c = _listed(list_ptr, at, past, own, SEGMENTS)
-            if table_ptr is not None:
-                page = page_of(table_ptr, stride_tb, b, c, at < count, pages)
         if TILES == 1:
             top_M, sum_M, acc_MV = new_top_M, new_sum_M, new_acc_MV
         else:

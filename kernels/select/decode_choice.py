@@ -27,6 +27,8 @@ from sparsify.kernels.tiling import padded
 __all__ = ["best_blocks", "choose"]
 
 _NO_BLOCK = 0x7FFFFFFF
+_PARTS = 16  # of each of many sequences: what is rounded up counts for little then
+_MOST_SEQUENCES = 1024
 
 
 def choose(
@@ -84,7 +86,7 @@ def best_blocks(iq: Tensor, ik: Tensor, layout: Layout, call: Call, segments: in
     _score(iq, ik, order, layout, call)
     dtype = torch.int32 if segments == 1 else torch.int64
     best = iq.new_empty(call.lists, segments, call.length, dtype=dtype)
-    chunk = max(call.length, min(CHUNK, padded(call.blocks)))
+    chunk = call.chunk if segments > 1 else max(call.length, min(CHUNK, padded(call.blocks)))
     decode_top_fwd_kernel[(call.lists * segments,)](
         order,
         best,
@@ -102,7 +104,7 @@ def best_blocks(iq: Tensor, ik: Tensor, layout: Layout, call: Call, segments: in
         LENGTH=call.length,
         SEGMENTS=segments,
         UNION=call.union,
-        **starts(call, first=False),
+        **starts(call, warps=min(max(chunk // 128, 1), 4)),
     )
     return best
 
@@ -112,10 +114,10 @@ def _score(iq: Tensor, ik: Tensor, order: Tensor, layout: Layout, call: Call) ->
     columns, per = _blocks_of_a_tile(call.block, tiles.score_columns)
     parts = 1 if per > 1 else block_count(call.block, columns)
     rows = call.queries * (call.groups if shared else 1)
-    programs = call.batch * ik.shape[1] * block_count(rows, tiles.score_rows)
-    splits = _splits(programs, block_count(call.blocks, per), call.sm_count)
+    each = ik.shape[1] * block_count(rows, tiles.score_rows)
+    shares, even = _shares(call, block_count(call.blocks, per), each)
     by_tma = _fits_tma(ik, call.block, columns, layout.page_table is not None)
-    decode_score_fwd_kernel[(programs * splits,)](
+    decode_score_fwd_kernel[(each * shares,)](
         iq,
         _descriptor(ik, columns) if by_tma else ik,
         order,
@@ -130,7 +132,8 @@ def _score(iq: Tensor, ik: Tensor, order: Tensor, layout: Layout, call: Call) ->
         call.slots,
         call.blocks,
         ik.shape[0],
-        splits,
+        shares,
+        call.batch,
         T=call.queries,
         GROUPS=call.groups,
         SHARED=shared,
@@ -145,6 +148,8 @@ def _score(iq: Tensor, ik: Tensor, order: Tensor, layout: Layout, call: Call) ->
         UNION=call.union,
         BY_TMA=by_tma,
         EXACT_DOT=is_exact(iq, ik),
+        EVEN=even,
+        BP=1 if even else padded(call.batch, 2),
         **starts(call, first=True, warps=tiles.score_warps),
     )
 
@@ -156,12 +161,16 @@ def _blocks_of_a_tile(block: int, columns: int) -> tuple[int, int]:
     return min(columns, padded(block)), 1
 
 
-def _splits(programs: int, steps: int, sm_count: int) -> int:
-    """Programs that share the blocks of a sequence: two for each multiprocessor, or, where there
-    are many sequences, so many that the last wave matters little."""
-    if 2 * programs <= sm_count:
-        return max(1, min(steps, block_count(2 * sm_count, programs)))
-    return max(1, min(steps // 8, block_count(8 * sm_count, programs)))
+def _shares(call: Call, steps: int, each: int) -> tuple[int, bool]:
+    """Programs among which the tiles of blocks of all sequences are dealt out, and whether each
+    sequence gets as many. `steps` are the tiles of one sequence at most, `each` the programs that
+    read the same keys, or other ones of the same sequence."""
+    resident = 3 if call.one_program else 2  # those of places are to start beside them
+    shares = block_count(resident * call.sm_count, each)
+    if not 1 < call.batch <= _MOST_SEQUENCES:
+        return min(steps, block_count(shares, call.batch)) * call.batch, True
+    one_wave = shares >= _PARTS // 4 * call.batch
+    return shares if one_wave else _PARTS * call.batch, False
 
 
 def _fits_tma(ik: Tensor, block: int, columns: int, paged: bool) -> bool:

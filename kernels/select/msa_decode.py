@@ -129,23 +129,59 @@ def _products(q_MD, k_ND, EXACT_DOT: tl.constexpr):
     return x_MN
 
 
-@triton.jit(do_not_specialize=["S", "N", "pages"])
+@triton.jit
+def _part_of(
+    task, shares, kv_len_ptr, start_ptr, origin_ptr, S, T, B,
+    BLOCK: tl.constexpr, PER: tl.constexpr, UNION: tl.constexpr, EVEN: tl.constexpr,
+    BP: tl.constexpr,
+):  # fmt: skip
+    """Sequence of a program, and its tiles of blocks, first and behind the last.
+
+    EVEN: as many programs for every sequence. Otherwise a program has equally many tiles whatever
+    the lengths are: with `shares` - B + 1 equal parts in all, what is rounded up in each of B
+    sequences is at most `shares` parts.
+    """
+    if EVEN:
+        each = shares // B
+        b, part = task // each, task % each
+        _, keys, first = span_of(kv_len_ptr, start_ptr, origin_ptr, b, S, T)
+        end = tl.cdiv(past_end(first + T - 1, keys, BLOCK, UNION), PER)
+        size = tl.cdiv(end, each)
+    else:
+        b_B = tl.arange(0, BP)
+        clamped_B = tl.minimum(b_B, B - 1)
+        _, keys_B, first_B = span_of(kv_len_ptr, start_ptr, origin_ptr, clamped_B, S, T)
+        end_B = tl.cdiv(past_end(first_B + T - 1, keys_B, BLOCK, UNION), PER)
+        end_B = tl.where(b_B < B, end_B, 0)
+        size = tl.maximum(tl.cdiv(tl.sum(end_B, 0), shares - B + 1), 1)
+        parts_B = tl.cdiv(end_B, size)
+        upto_B = tl.cumsum(parts_B, 0)
+        b = tl.minimum(tl.sum((upto_B <= task).to(tl.int32), 0), B - 1)
+        part = task - tl.sum(tl.where(b_B == b, upto_B - parts_B, 0), 0)
+        end = tl.sum(tl.where(b_B == b, end_B, 0), 0)
+    begin = part * size
+    return b.to(tl.int64), begin, tl.minimum(begin + size, end)
+
+
+@triton.jit(do_not_specialize=["S", "N", "pages", "shares", "B"])
 def decode_score_fwd_kernel(
     iq_ptr, ik, order_ptr,
     kv_len_ptr, start_ptr, origin_ptr, mask_ptr, table_ptr,
     stride_qb, stride_qg, stride_qt, stride_qd,
     stride_kb, stride_kj, stride_ks, stride_kd,
     stride_mb, stride_tb,
-    S, N, pages, splits,
+    S, N, pages, shares, B,
     T: tl.constexpr, GROUPS: tl.constexpr, SHARED: tl.constexpr, BLOCK: tl.constexpr,
     D: tl.constexpr, DP: tl.constexpr, M: tl.constexpr, TILE_N: tl.constexpr,
     TILES: tl.constexpr, PER: tl.constexpr, STAGES: tl.constexpr, UNION: tl.constexpr,
-    BY_TMA: tl.constexpr, EXACT_DOT: tl.constexpr, PDL: tl.constexpr,
+    BY_TMA: tl.constexpr, EXACT_DOT: tl.constexpr, EVEN: tl.constexpr, BP: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """`order` [B, T, G, N] int32 of every block that some query of the row may choose.
 
     SHARED: one index key for all groups. A tile holds a part of a block (TILES of them) or several
-    blocks (PER). UNION: the own block is scored by what a query sees of it.
+    blocks (PER). UNION: the own block is scored by what a query sees of it. `shares` programs deal
+    out the blocks of all `B` sequences, see `_part_of`.
     """
     if PDL:
         gdc_launch_dependents()
@@ -153,9 +189,11 @@ def decode_score_fwd_kernel(
     ROW_TILES: tl.constexpr = (ROWS + M - 1) // M
     KEYS_OF: tl.constexpr = 1 if SHARED else GROUPS
     row_tile = tl.program_id(0) % ROW_TILES
-    split = tl.program_id(0) // ROW_TILES % splits
-    rest = tl.program_id(0) // (ROW_TILES * splits)
-    j, b = rest % KEYS_OF, (rest // KEYS_OF).to(tl.int64)
+    j = tl.program_id(0) // ROW_TILES % KEYS_OF
+    b, begin, behind = _part_of(
+        tl.program_id(0) // (ROW_TILES * KEYS_OF), shares, kv_len_ptr, start_ptr, origin_ptr,
+        S, T, B, BLOCK, PER, UNION, EVEN, BP,
+    )  # fmt: skip
     origin, keys, first = span_of(kv_len_ptr, start_ptr, origin_ptr, b, S, T)
 
     r_M = row_tile * M + tl.arange(0, M)
@@ -173,24 +211,23 @@ def decode_score_fwd_kernel(
     out_M = order_ptr + ((b * T + t_M) * GROUPS + g_M) * N
 
     end = past_end(first + T - 1, keys, BLOCK, UNION)
-    mine = tl.cdiv(tl.maximum(end - split * PER, 0), splits * PER)
     best_MP = tl.full([M, PER], float("-inf"), tl.float32)
     any_MP = tl.zeros([M, PER], tl.int32)
     # The page of the next tile is looked up ahead: loads that wait for one are fetched late.
     page = b
     if table_ptr is not None:
-        page = page_of(table_ptr, stride_tb, b, split * PER, split * PER < end, pages)
-    for step in tl.range(0, mine * TILES, num_stages=STAGES):
+        page = page_of(table_ptr, stride_tb, b, begin * PER, begin < behind, pages)
+    for step in tl.range(0, (behind - begin) * TILES, num_stages=STAGES):
         tile = step % TILES
-        c = (split + step // TILES * splits) * PER
+        c = (begin + step // TILES) * PER
         k_ND, x_N, real_N = _index_keys(
             ik, table_ptr, b, j, origin, keys, c, page, tile, n_N,
             stride_kb, stride_kj, stride_ks, stride_kd, stride_tb, pages,
             BLOCK, D, DP, TILE_N, PER, BY_TMA,
         )  # fmt: skip
         if table_ptr is not None:
-            ahead = (split + (step + 1) // TILES * splits) * PER
-            page = page_of(table_ptr, stride_tb, b, ahead, ahead < end, pages)
+            ahead = begin + (step + 1) // TILES
+            page = page_of(table_ptr, stride_tb, b, ahead * PER, ahead < behind, pages)
         if mask_ptr is not None:
             at_N = mask_ptr + b * stride_mb + origin + x_N
             real_N = real_N & (tl.load(at_N, mask=real_N, other=0) != 0)

@@ -5,6 +5,7 @@ Most tests share shapes, since a kernel costs more to compile than to run.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -225,7 +226,7 @@ def test_stages_do_not_matter(monkeypatch):
     want, real = attend(x), decoding.tiles_of
     for stages in (1, 2, 4):
         monkeypatch.setattr(
-            decoding, "tiles_of", lambda *a, n=stages: decoding.replace(real(*a), stages=n)
+            decoding, "tiles_of", lambda *a, n=stages: dataclasses.replace(real(*a), stages=n)
         )
         assert same_bits(attend(x), want)
 

@@ -60,7 +60,8 @@ def test_partial_results_stay_small():
 
 
 @pytest.mark.parametrize(
-    ("keys", "topk", "segments"), [(65_536, 16, 1), (65_537, 16, 2), (1 << 20, 16, 16)]
+    ("keys", "topk", "segments"),
+    [(16_384, 16, 1), (16_385, 16, 2), (131_072, 16, 8), (1 << 19, 16, 8), (1 << 20, 16, 16)],
 )
 def test_long_rows_are_ranked_by_several_programs(keys, topk, segments):
     assert call(keys=keys, topk=topk).segments == segments
@@ -108,9 +109,17 @@ def test_tiles_fit(block, size, dtype, shared_bytes):
     found = tiles(shared_bytes, block, size=size, dtype=dtype)
     item = dtype.itemsize
     wide = max(16, 1 << (size - 1).bit_length())
-    assert found.columns * 2 * wide * item * found.stages <= shared_bytes
+    assert found.columns * 2 * wide * item * (found.stages - 1) <= shared_bytes
     assert found.score_columns * wide * item * found.score_stages <= shared_bytes
-    assert found.columns >= 16 and found.stages >= 1
+    assert found.columns >= 16 and found.stages >= 2
+
+
+def test_two_programs_that_walk_over_lists_share_a_multiprocessor():
+    """The next keys of one come while the other computes."""
+    for size in (64, 128, 256):
+        found = tiles(size=size)
+        assert 2 * found.columns * 4 * size * (found.stages - 1) <= 128 << 10
+    assert tiles(size=64).stages == 3 and tiles(size=128).stages == 2
 
 
 def test_of_two_dtypes_the_narrower_is_widened_unless_neither_holds_the_other():
