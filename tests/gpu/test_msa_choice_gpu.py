@@ -9,7 +9,7 @@ import torch
 
 from sparsify.kernels import reference
 from sparsify.kernels.layout import Layout
-from tests._util.index_lists import Keys, assert_choice, chosen, index_of, inputs
+from tests._util.index_lists import Keys, assert_choice, by_last_bits, chosen, index_of, inputs
 
 DEVICE = "cuda"
 BF16, FP16, FP32, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
@@ -221,6 +221,83 @@ def test_hidden_keys_have_no_effect():
     before = chosen(x, BLOCK, TOPK, layout=layout)
     x.ik.masked_fill_(~layout.key_mask[:, None, :, None], NAN)
     assert torch.equal(before, chosen(x, BLOCK, TOPK, layout=layout))
+
+
+# Queries in float32, as the proxy has them, against keys of 16 bits
+
+
+def proxy(dtype=BF16, **sizes):
+    """Random index tensors, with a key head for each group."""
+    x = base(**({"dtype": FP32, "shared": False} | sizes))
+    return Keys(x.iq, x.ik.to(dtype))
+
+
+@pytest.mark.parametrize("force", PATHS)
+@pytest.mark.parametrize("local", LOCAL)
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_float32_queries(dtype, local, force):
+    check(proxy(dtype), local=local, force=force)
+
+
+@pytest.mark.parametrize(("block", "size"), [(64, 128), (96, 80), (128, 64), (256, 256)])
+def test_sizes_with_float32_queries(block, size):
+    check(proxy(size=size, queries=300), block, 5)
+
+
+@pytest.mark.parametrize("force", PATHS)
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_the_last_bits_of_float32_queries_count(dtype, force):
+    """One number of a query ranks each block; without the last term, otherwise."""
+    x, coarse = by_last_bits(dtype, blocks=SIZE, size=SIZE, block=BLOCK, queries=100, device=DEVICE)
+    sizes = {"block_size": BLOCK, "topk": TOPK}
+    wanted = reference.msa_select(*x, Layout(), **sizes)
+    assert torch.equal(chosen(x, BLOCK, TOPK, force=force), wanted)
+    assert not torch.equal(reference.msa_select(*coarse, Layout(), **sizes), wanted)
+
+
+@pytest.mark.parametrize("force", PATHS)
+@pytest.mark.parametrize("value", [NAN, INF, -INF])
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_numbers_that_are_not_finite_with_float32_queries(dtype, value, force):
+    x = proxy(dtype, queries=300)
+    x.ik[0, 0, 700, 5] = value
+    x.ik[0, 1, 2000:2100, 7] = value
+    check(x, topk=4, force=force)
+    x.iq[0, 1, 9, 3] = value
+    check(x, topk=100, force=force)
+
+
+@pytest.mark.parametrize("force", PATHS)
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_chunks_of_float32_queries_choose_as_the_whole(dtype, force):
+    x = proxy(dtype, batch=2, keys=8192)
+    index, _ = index_of(x, BLOCK, TOPK, force=force)
+    whole = index.all_rows().flatten(0, 1)
+    for group, groups, first, count in [(0, 8, 1, 999), (7, 1, 1029, 1)]:
+        rows, _ = index.rows(group, groups, first, count)
+        assert torch.equal(rows, whole[group : group + groups, first : first + count])
+    few = chosen(Keys(x.iq[:, :, -7:].contiguous(), x.ik), BLOCK, TOPK)
+    assert torch.equal(few, chosen(x, BLOCK, TOPK)[:, :, -7:])
+
+
+def test_both_kernels_choose_alike_with_float32_queries():
+    if len(PATHS) < 2:
+        pytest.skip("there is one kernel only")
+    for dtype in (BF16, FP16):
+        x = proxy(dtype, queries=2000, keys=8192)
+        a, b = (chosen(x, BLOCK, TOPK, force=force) for force in PATHS)
+        assert torch.equal(a, b)
+
+
+def test_keys_are_not_copied_for_float32_queries():
+    x = proxy(queries=500, keys=65_536)
+    index, _ = index_of(x, BLOCK, TOPK, workspace_bytes=4 << 20)
+    assert index.ik is x.ik
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    index.all_rows()
+    keys_bytes = x.ik.numel() * x.ik.element_size()
+    assert torch.cuda.max_memory_allocated() - before < keys_bytes // 2
 
 
 # The same bits, whatever is done beside
