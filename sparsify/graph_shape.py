@@ -66,22 +66,32 @@ def graph_shape(
     shapes = [_shape(layer, rest) for layer in layers]
     if head is not None:
         assumptions.setdefault("The last product is taken for the head that computes logits.")
-    embedding = _embedding(embeddings, head)
-    tied = head is not None and head.state in embeddings
-    counted = embedding + sum(shape.params_total for shape in shapes)
-    counted += head.weights if head is not None and not tied else 0
     total = sum(parameter.numel() for parameter in parameters.values())
+    in_layers = sum(shape.params_total for shape in shapes)
     return ModelShape(
         name=name,
         hidden_size=_hidden(layers, products),
         layers=tuple(shapes),
-        embedding_params=embedding,
-        head_params=head.weights if head is not None else 0,
-        tied=tied,
-        other_params=total - counted,  # less than nothing where weights are used several times
+        **_beside_layers(embeddings, head, total - in_layers),
         weight_bytes_per_param=_bytes_per_param(parameters.values()),
         assumptions=tuple(assumptions),
     )
+
+
+def _beside_layers(
+    embeddings: Mapping[str, int], head: Product | None, rest: int
+) -> dict[str, Any]:
+    """Weights beside those of the layers, `rest` in all, as `ModelShape` takes them."""
+    embedding = _embedding(embeddings, head)
+    tied = head is not None and head.state in embeddings
+    head_params = head.weights if head is not None else 0
+    return {
+        "embedding_params": embedding,
+        "head_params": head_params,
+        "tied": tied,
+        # Less than nothing where weights are used several times.
+        "other_params": rest - embedding - (0 if tied else head_params),
+    }
 
 
 def _measures(captured: Captured, place: Place) -> tuple[Measure, Measure]:

@@ -26,6 +26,7 @@ from sparsify.kernels.attend.kv_outer import (
 from sparsify.kernels.attend.q_outer import query_block_fwd_kernel, shared_query_fwd_kernel
 from sparsify.kernels.gpus import is_bulk
 from sparsify.kernels.placement import Placement
+from sparsify.kernels.select import descriptors
 from sparsify.kernels.select.reverse_index import ReverseIndex, reverse_index
 from sparsify.kernels.tiling import MOST_PROGRAMS, AttentionTiles, padded, span
 
@@ -241,7 +242,7 @@ def _plain_kernel(
     if tiles.max_registers:
         options["maxnreg"] = tiles.max_registers
     rows = tiles.columns
-    return large_block_fwd_kernel, _descriptor(k, rows), _descriptor(v, rows), options
+    return large_block_fwd_kernel, descriptors.tiles(k, rows), descriptors.tiles(v, rows), options
 
 
 def _blocks(
@@ -376,9 +377,3 @@ def _fits_tma(k: Tensor, v: Tensor, placement: Placement, shape: Shape) -> bool:
         padded(shape.head_dim) == shape.head_dim and padded(shape.value_dim) == shape.value_dim
     )
     return sizes_fit and all(map(is_bulk, (k, v)))
-
-
-def _descriptor(x: Tensor, rows: int) -> object:
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, rows, x.shape[3]])

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from sparsify.kernels.gpus import gluon, is_bulk, is_hopper, processors
 from sparsify.kernels.placement import Placement
+from sparsify.kernels.select.descriptors import swizzled
 from sparsify.kernels.select.reverse_index import ReverseIndex
 
 if TYPE_CHECKING:
@@ -74,10 +75,11 @@ def large_block(
     width: int,
 ) -> None:
     """Fill the parts of a slice; only where `fits`, and with an index cut into `ROWS` entries."""
+    box = [1, 1, _COLUMNS, shape.head_dim]
     _kernel()[(min(index.bound, processors(q.device)),)](
         q,
-        _tiles(k),
-        _tiles(v),
+        swizzled(k, box),
+        swizzled(v, box),
         index.entries,
         index.work,
         index.items,
@@ -99,13 +101,3 @@ def large_block(
         BY_TURNS=_BY_TURNS,
         num_warps=4,
     )
-
-
-def _tiles(x: Tensor) -> object:
-    """A descriptor of tiles of one head's rows, swizzled as products read them."""
-    from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
-    shape, strides = list(x.shape), list(x.stride())
-    return TensorDescriptor(x, shape, strides, [1, 1, _COLUMNS, x.shape[3]], layout)

@@ -16,6 +16,7 @@ from torch import Tensor
 from sparsify.kernels.attend.cutting import Parts, Shape, Slice
 from sparsify.kernels.gpus import gluon, is_bulk, is_hopper, processors
 from sparsify.kernels.placement import Placement
+from sparsify.kernels.select.descriptors import swizzled
 from sparsify.kernels.select.reverse_index import ReverseIndex
 
 __all__ = ["fits", "shared_block"]
@@ -61,10 +62,10 @@ def shared_block(
     """Fill the parts of a slice; only where `fits`."""
     rows = parts.out.view(-1, shape.value_dim)
     _kernel()[(min(index.bound, processors(q.device)),)](
-        _boxes(q.transpose(1, 2), [1, 1, shape.share, _HALF]),
-        _boxes(k, [1, 1, shape.block, _HALF]),
-        _boxes(v, [1, 1, shape.block, _HALF]),
-        _boxes(rows, [shape.share, _HALF]),
+        swizzled(q.transpose(1, 2), [1, 1, shape.share, _HALF]),
+        swizzled(k, [1, 1, shape.block, _HALF]),
+        swizzled(v, [1, 1, shape.block, _HALF]),
+        swizzled(rows, [shape.share, _HALF]),
         index.entries,
         index.work,
         index.items,
@@ -79,12 +80,3 @@ def shared_block(
         CHOSEN=chosen,
         num_warps=4,
     )
-
-
-def _boxes(x: Tensor, box: list[int]) -> object:
-    """A descriptor of boxes, swizzled as products read them."""
-    from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=len(box))
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), box, layout)
