@@ -7,6 +7,7 @@ import torch
 
 from sparsify.errors import UsageError
 from sparsify.kernels import accelerated, dispatch, reference, schemas
+from sparsify.kernels.layout import Layout
 from sparsify.kernels.selection import record_selection, replay_selection
 from tests._util.parity import assert_attention, assert_lists, error, inputs
 
@@ -74,7 +75,7 @@ def test_gradients(op, seen):
     weight = torch.linspace(-1, 1, out.numel()).view(out.shape)
     ((out * weight).sum() + lse.sum()).backward()
     wide = [t.double() for t in x]
-    want, want_lse = reference.block_attention(*wide, lists, schemas.Layout(), block_size=4)
+    want, want_lse = reference.block_attention(*wide, lists, Layout(), block_size=4)
     grads = reference.block_attention_backward(
         weight.double(),
         torch.ones_like(want_lse),
@@ -82,7 +83,7 @@ def test_gradients(op, seen):
         lists,
         want,
         want_lse,
-        schemas.Layout(),
+        Layout(),
         block_size=4,
     )
     for leaf, grad in zip(leaves, grads, strict=True):
@@ -134,7 +135,7 @@ def test_records_of_layouts(what):
         again = schemas.moba_attention(*x, **layout, **SIZES)
     assert all(map(torch.equal, out, again))
     lists = schemas.moba_select(x.q, x.k, **layout, **SIZES)
-    assert_attention(out, lists, x, 4, layout=schemas.Layout(**layout))
+    assert_attention(out, lists, x, 4, layout=Layout(**layout))
 
 
 def dense(x):
@@ -165,7 +166,7 @@ def test_min_context_counts_the_longest_document():
     for least, topk in ((19, 1000), (18, 3)):
         got = schemas.moba_attention(*x, cu_seqlens_q=borders, **SIZES, min_context=least)
         lists = schemas.moba_select(x.q, x.k, cu_seqlens_q=borders, block_size=4, topk=topk)
-        assert_attention(got, lists, x, 4, layout=schemas.Layout(cu_seqlens_q=borders))
+        assert_attention(got, lists, x, 4, layout=Layout(cu_seqlens_q=borders))
 
 
 def test_lengths_are_read_by_the_host_only_if_asked(monkeypatch):
@@ -176,14 +177,14 @@ def test_lengths_are_read_by_the_host_only_if_asked(monkeypatch):
         raise AssertionError("the host read the lengths")
 
     monkeypatch.setattr(torch.Tensor, "tolist", read)
-    layout = schemas.Layout(cu_seqlens_q=torch.tensor([0, 3, 8]))
+    layout = Layout(cu_seqlens_q=torch.tensor([0, 3, 8]))
     assert not dispatch.attends_every_block(q, q, layout)
 
 
 def test_nothing_is_read_by_the_host(monkeypatch):
     """Neither the choice nor the attention asks a tensor for its values."""
     x = inputs(heads=2, queries=9, keys=30)
-    layout = schemas.Layout(kv_len=torch.tensor([28]), key_mask=torch.ones(1, 30).bool())
+    layout = Layout(kv_len=torch.tensor([28]), key_mask=torch.ones(1, 30).bool())
     lists = accelerated.moba_select(x.q, x.k, layout, None, **SIZES)
 
     def read(*_):
