@@ -53,7 +53,9 @@ def by_last_bits(dtype, *, blocks=64, size=64, block=2, queries=3, device="cpu")
     are rounded to what all terms but the last one hold."""
     generator = torch.Generator().manual_seed(blocks)
     step = 2.0**-23 if dtype == torch.bfloat16 else 2.0**-21
-    numbers = [1 + step * torch.randperm(size, generator=generator) for _ in range(queries)]
+    numbers = [
+        1 + 2.0**-9 + step * torch.randperm(size, generator=generator) for _ in range(queries)
+    ]
     iq = torch.stack(numbers)[None, None].to(device)
     ik = torch.zeros(1, 1, (blocks + 1) * block, size, device=device, dtype=dtype)
     number = torch.arange(blocks, device=device)
