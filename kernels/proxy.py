@@ -1,6 +1,7 @@
 """The proxy indexer of MSA: index tensors without parameters, made of the attention's own q and k.
 
-Legend: B batch, H query heads, G key/value heads, T queries, S keys, D head size.
+Legend: B batch, H query heads, G key/value heads, R query heads of a group, T queries, S keys,
+D head size.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ def proxy_index(q_BHTD: Tensor, k_BGSD: Tensor) -> tuple[Tensor, Tensor]:
         iq `[B, G, T, D]`, float32 (float64 for float64), and ik: the keys themselves.
     """
     groups = k_BGSD.shape[1]
-    wide = q_BHTD if q_BHTD.dtype == torch.float64 else q_BHTD.float()
     n_B, n_H, n_T, n_D = q_BHTD.shape
-    return wide.reshape(n_B, groups, n_H // groups, n_T, n_D).mean(2), k_BGSD
+    # Widened while they are summed: in a prefill, wide queries would be the largest tensor of all.
+    wide = torch.float64 if q_BHTD.dtype == torch.float64 else torch.float32
+    by_group_BGRTD = q_BHTD.reshape(n_B, groups, n_H // groups, n_T, n_D)
+    return by_group_BGRTD.mean(2, dtype=wide), k_BGSD
