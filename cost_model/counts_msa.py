@@ -1,10 +1,10 @@
 """MSA: an index scores every token, blocks are chosen per key/value head (arXiv 2606.13392).
 
 The learned indexer has one shared index key and one index query per key/value head; the proxy takes
-the mean of the group's queries and the layer's own keys, in float32, so its index kernels are a
-family of their own. Prefill is KV-outer: each chosen past block leaves a partial output, and the
-own block is attended while they are combined. With fewer than `SHORT_QUERIES` queries it is
-Q-outer, bound by the L2 cache.
+the mean of the group's queries, in float32, and the layer's own keys. Such queries take several
+products each, so its index kernels are a family of their own; bounds count one. Prefill is
+KV-outer: each chosen past block leaves a partial output, and the own block is attended while they
+are combined. With fewer than `SHORT_QUERIES` queries it is Q-outer, bound by the L2 cache.
 """
 
 from __future__ import annotations

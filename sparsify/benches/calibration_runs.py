@@ -42,7 +42,7 @@ MOBA_SHAPES = tuple(AttentionShape(16, 16 // group, 128, 128) for group in (1, 4
 # Heads of whole models: few key/value heads would leave a GPU idle in decode. One more group of
 # either number of key/value heads shares most kernels with the others.
 LEARNED_SHAPES = tuple(AttentionShape(*heads, 128, 128) for heads in ((64, 4), (64, 8), (32, 8)))
-# What the proxy has for itself are scores in float32, head by head: slow, and alike for all heads.
+# What the proxy has for itself are scores of float32 queries, head by head: alike for all heads.
 PROXY_SHAPE = AttentionShape(16, 1, 128, 128)
 FP8 = torch.float8_e4m3fn
 FP8_SINCE = (8, 9)  # the first capability with products of eight bits
