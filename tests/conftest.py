@@ -1,10 +1,13 @@
-"""How tests are spread over processes: what takes longest starts first.
+"""What the whole suite shares: how tests are spread over processes, and what keeps them quick.
 
 With `pytest -n 2 --dist loadfile` a file runs in one process, so that what it builds is built once;
-files of `tests/interpreted`, which are processes of their own, go to whichever is free.
+files of `tests/interpreted`, which are processes of their own, go to whichever is free. What takes
+longest starts first.
 """
 
 from __future__ import annotations
+
+import gc
 
 import pytest
 
@@ -21,6 +24,16 @@ def _rank(item: pytest.Item, slow: set[object]) -> int:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: _rank(item, slow))
+
+
+def pytest_collection_finish() -> None:
+    """Libraries stay in memory: looking through them for garbage took a quarter of the time."""
+    gc.freeze()
+    gc.set_threshold(20_000, 10, 10)
+
+
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()
 
 
 @pytest.hookimpl(optionalhook=True)
