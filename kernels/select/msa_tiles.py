@@ -65,7 +65,9 @@ def of_one_kind(iq: Tensor, ik: Tensor) -> tuple[Tensor, Tensor]:
     """Queries and keys in one dtype that the GPU can multiply, or queries in float32 and keys of 16
     bits, see `terms_of`; no value changes."""
     if iq.dtype != ik.dtype:
-        return iq.float(), ik if ik.dtype in _TERMS else ik.float()
+        if ik.dtype not in _TERMS:
+            return iq.float(), ik.float()
+        return iq.to(ik.dtype if iq.dtype == _FP8 else torch.float32), ik
     old = (capability(iq.device) or (0, 0)) < (8, 9)
     if iq.dtype == _FP8 and iq.device.type == "cuda" and old:
         return iq.half(), ik.half()
@@ -73,8 +75,10 @@ def of_one_kind(iq: Tensor, ik: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def terms_of(iq: Tensor, ik: Tensor) -> int:
-    """Terms in the keys' dtype whose sum is a query, see `query_terms`; 1: it has that dtype."""
-    return 1 if iq.dtype == ik.dtype else _TERMS[ik.dtype]
+    """Terms in the keys' dtype whose sum is a query, see `query_terms`; 1: it is one by itself, or
+    has no such terms."""
+    as_it_is = iq.dtype in (ik.dtype, _FP8)
+    return 1 if as_it_is else _TERMS.get(ik.dtype, 1)
 
 
 def fits_gluon(iq: Tensor, ik: Tensor, placement: Placement, block_size: int) -> bool:

@@ -221,6 +221,7 @@ def test_slices_and_chunks_are_parts_of_the_whole(local):
         (torch.float32, torch.float32, 1),
         (torch.bfloat16, torch.float32, 1),
         (torch.float32, torch.float8_e4m3fn, 1),
+        (torch.float8_e4m3fn, torch.float16, 1),
     ],
 )
 def test_keys_of_16_bits_are_taken_as_they_are(query, key, terms):
