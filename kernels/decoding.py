@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 CHUNK = 512  # blocks that one program ranks at once, at most
-_LEAST_CHUNK = 128
+LEAST_CHUNK = 128
 MOST_PLACES = 256
 _FULL = 0.85  # share of the last wave of programs that should be busy
 _WAVES = 6  # of which the last one matters little
@@ -91,7 +91,7 @@ class Call:
     @property
     def chunk(self) -> int:
         """Blocks that one program ranks at once where a row has several segments."""
-        return max(min(padded(self.blocks) // 8, CHUNK), _LEAST_CHUNK, self.length)
+        return max(min(padded(self.blocks) // 8, CHUNK), LEAST_CHUNK, self.length)
 
     @property
     def segments(self) -> int:
@@ -157,10 +157,12 @@ def tiles_of(q: Tensor, v: Tensor, iq: Tensor, ik: Tensor, block: int, shared_by
     width = min(width, padded(block))
     while width > 16 and (width + 16) * pair > shared_bytes:
         width //= 2
-    walk = 3
-    while walk > 2 and (walk - 1) * width * pair > _BUFFER_BYTES:
-        walk -= 1
-    return Tiles(rows, columns, stages, 8 if exact else 4, width, walk)
+    buffers = 2  # as many as stages but one
+    while buffers > 1 and (
+        buffers * width * pair > _BUFFER_BYTES or (buffers * width + 16) * pair > shared_bytes
+    ):
+        buffers -= 1
+    return Tiles(rows, columns, stages, 8 if exact else 4, width, buffers + 1)
 
 
 def is_exact(iq: Tensor, ik: Tensor) -> bool:

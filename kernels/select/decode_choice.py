@@ -169,8 +169,9 @@ def _shares(call: Call, steps: int, each: int) -> tuple[int, bool]:
     shares = block_count(resident * call.sm_count, each)
     if not 1 < call.batch <= _MOST_SEQUENCES:
         return min(steps, block_count(shares, call.batch)) * call.batch, True
-    one_wave = shares >= _PARTS // 4 * call.batch
-    return shares if one_wave else _PARTS * call.batch, False
+    if shares < _PARTS // 4 * call.batch:
+        shares = _PARTS * call.batch
+    return min(shares, steps * call.batch), False
 
 
 def _fits_tma(ik: Tensor, block: int, columns: int, paged: bool) -> bool:

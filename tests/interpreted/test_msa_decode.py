@@ -35,6 +35,7 @@ def local(request, monkeypatch):
 @pytest.fixture
 def short_segments(monkeypatch):
     """Lists that several programs rank."""
+    monkeypatch.setattr(decoding, "LEAST_CHUNK", 8)
     monkeypatch.setattr(decoding, "CHUNK", 8)
     monkeypatch.setattr(decode_choice, "CHUNK", 8)
 
@@ -114,6 +115,13 @@ LAYOUTS = {
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_layouts(name, local):
     check(case(batch=2, queries=3, local=local, **LAYOUTS[name]))
+
+
+@pytest.mark.parametrize("count", [1, 4, 10**6])
+def test_programs_share_the_blocks_of_unequal_sequences(count, monkeypatch):
+    """However many there are, each block is scored, and none twice."""
+    monkeypatch.setattr(decoding, "_sm_count", lambda _: count)
+    check(case(batch=5, heads=2, groups=1, keys=130, kv_len=[0, 130, 16, 3, 77]))
 
 
 @pytest.mark.parametrize("name", ["lengths", "behind the last key", "origins", "holes"])
