@@ -14,6 +14,7 @@ from torch import Tensor
 
 from sparsify.kernels import tiling
 from sparsify.kernels.layout import Layout, block_count, key_slots
+from sparsify.kernels.select.msa_tiles import terms_of
 from sparsify.kernels.tiling import padded
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "readable",
     "row_strides",
     "starts",
+    "terms_of",
     "tiles_of",
 ]
 
@@ -142,11 +144,12 @@ def tiles_of(q: Tensor, v: Tensor, iq: Tensor, ik: Tensor, block: int, shared_by
     """Tiles that fit `shared_bytes` of shared memory."""
     shared_bytes -= 4 << 10
     exact = is_exact(iq, ik)
-    item = 4 if exact else max(iq.element_size(), ik.element_size())
+    in_terms = terms_of(iq, ik) > 1
+    item = 4 if exact else ik.element_size() if in_terms else max(iq.itemsize, ik.itemsize)
     key = padded(iq.shape[3]) * item
     rows = iq.shape[2] * (iq.shape[1] if ik.shape[1] == 1 else 1)
     # More than 32 rows of float8 would go to products that do not sum in float32.
-    rows = min(padded(rows), 16 if exact else 32 if item == 1 else 64)
+    rows = min(padded(rows), 16 if exact else 32 if item == 1 or in_terms else 64)
     columns = 16 if exact else 128 if padded(iq.shape[3]) <= 128 else 64
     stages = 5 if item == 1 else 3
     while stages > 1 and stages * columns * key + rows * key > shared_bytes:
@@ -166,10 +169,9 @@ def tiles_of(q: Tensor, v: Tensor, iq: Tensor, ik: Tensor, block: int, shared_by
 
 
 def is_exact(iq: Tensor, ik: Tensor) -> bool:
-    """Whether scores are products of float32: for float32, and two dtypes of which neither holds
-    the other."""
-    two_bytes = {x.dtype for x in (iq, ik) if x.element_size() == 2}
-    return torch.float32 in (iq.dtype, ik.dtype) or len(two_bytes) > 1
+    """Whether scores are products of float32: for keys of float32, and for keys of 8 bits whose
+    queries have 32."""
+    return ik.dtype == torch.float32 or (iq.dtype == torch.float32 and terms_of(iq, ik) == 1)
 
 
 @functools.cache

@@ -18,6 +18,7 @@ from sparsify.kernels.decoding import (
     readable,
     row_strides,
     starts,
+    terms_of,
 )
 from sparsify.kernels.layout import Layout, block_count, list_width
 from sparsify.kernels.placement import place
@@ -148,6 +149,7 @@ def _score(iq: Tensor, ik: Tensor, order: Tensor, layout: Layout, call: Call) ->
         UNION=call.union,
         BY_TMA=by_tma,
         EXACT_DOT=is_exact(iq, ik),
+        TERMS=terms_of(iq, ik),
         EVEN=even,
         BP=1 if even else padded(call.batch, 2),
         **starts(call, first=True, warps=tiles.score_warps),

@@ -18,6 +18,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from sparsify.kernels.select.query_terms import row_terms, sum_of_products
+
 __all__ = [
     "best_numbers",
     "decode_score_fwd_kernel",
@@ -115,12 +117,15 @@ def _index_keys(
 
 
 @triton.jit
-def _products(q_MD, k_ND, EXACT_DOT: tl.constexpr):
+def _products(terms, k_ND, TERMS: tl.constexpr, EXACT_DOT: tl.constexpr):
     """Scores in float32; of two dtypes the narrower one is widened."""
     if EXACT_DOT:
-        q_MD, k_ND = q_MD.to(tl.float32), k_ND.to(tl.float32)
+        q_MD, k_ND = terms[0].to(tl.float32), k_ND.to(tl.float32)
         x_MN = tl.dot(q_MD, tl.trans(k_ND), input_precision="ieee")
+    elif TERMS > 1:
+        x_MN = sum_of_products(terms, tl.trans(k_ND), TERMS)
     else:
+        q_MD = terms[0]
         if q_MD.dtype.primitive_bitwidth < k_ND.dtype.primitive_bitwidth:
             q_MD = q_MD.to(k_ND.dtype)
         else:
@@ -174,14 +179,14 @@ def decode_score_fwd_kernel(
     T: tl.constexpr, GROUPS: tl.constexpr, SHARED: tl.constexpr, BLOCK: tl.constexpr,
     D: tl.constexpr, DP: tl.constexpr, M: tl.constexpr, TILE_N: tl.constexpr,
     TILES: tl.constexpr, PER: tl.constexpr, STAGES: tl.constexpr, UNION: tl.constexpr,
-    BY_TMA: tl.constexpr, EXACT_DOT: tl.constexpr, EVEN: tl.constexpr, BP: tl.constexpr,
-    PDL: tl.constexpr,
+    BY_TMA: tl.constexpr, EXACT_DOT: tl.constexpr, TERMS: tl.constexpr, EVEN: tl.constexpr,
+    BP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """`order` [B, T, G, N] int32 of every block that some query of the row may choose.
 
     SHARED: one index key for all groups. A tile holds a part of a block (TILES of them) or several
     blocks (PER). UNION: the own block is scored by what a query sees of it. `shares` programs deal
-    out the blocks of all `B` sequences, see `_part_of`.
+    out the blocks of all `B` sequences, see `_part_of`. TERMS: of a query, see `query_terms`.
     """
     if PDL:
         gdc_launch_dependents()
@@ -208,6 +213,9 @@ def decode_score_fwd_kernel(
         mask=inside_M[:, None] & (d_D < D)[None, :],
         other=0.0,
     )
+    terms = (q_MD,)
+    if TERMS > 1:
+        terms = row_terms(q_MD.to(tl.float32), TERMS)
     out_M = order_ptr + ((b * T + t_M) * GROUPS + g_M) * N
 
     end = past_end(first + T - 1, keys, BLOCK, UNION)
@@ -231,7 +239,7 @@ def decode_score_fwd_kernel(
         if mask_ptr is not None:
             at_N = mask_ptr + b * stride_mb + origin + x_N
             real_N = real_N & (tl.load(at_N, mask=real_N, other=0) != 0)
-        x_MN = _products(q_MD, k_ND, EXACT_DOT)
+        x_MN = _products(terms, k_ND, TERMS, EXACT_DOT)
         seen_MN = real_N[None, :] & (r_M >= 0)[:, None]
         if UNION:
             seen_MN = seen_MN & (x_N[None, :] <= p_M[:, None])

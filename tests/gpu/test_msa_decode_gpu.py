@@ -11,9 +11,11 @@ import math
 import pytest
 import torch
 
-from sparsify.kernels import decoding, schemas
+from sparsify.kernels import decoding, reference, schemas
 from sparsify.kernels.attend import decode
 from sparsify.kernels.layout import Layout
+from sparsify.kernels.select import decode_choice
+from tests._util.index_lists import by_last_bits
 from tests._util.msa_decode import assert_choice, attend, case, check, in_pages
 from tests._util.parity import same_bits
 
@@ -85,6 +87,23 @@ def test_dtypes(dtype, path):
 @pytest.mark.parametrize("queries", [1, 16])
 def test_index_tensors_of_other_dtypes(dtypes, queries):
     check(base(index_dtype=dtypes[0], key_dtype=dtypes[1], queries=queries))
+
+
+@pytest.mark.parametrize("key_dtype", [BF16, FP16])
+def test_float32_queries(key_dtype):
+    check(case(heads=16, groups=4, index_heads=4, keys=9000, size=128, index_size=128, block=128,
+               topk=16, queries=5, dtype=BF16, index_dtype=FP32, key_dtype=key_dtype,
+               device=DEVICE))  # fmt: skip
+
+
+@pytest.mark.parametrize("key_dtype", [BF16, FP16])
+def test_the_last_bits_of_float32_queries_count(key_dtype):
+    """One number of a query ranks each block; without the last term, otherwise."""
+    x, coarse = by_last_bits(key_dtype, blocks=128, size=128, block=16, device=DEVICE)
+    sizes = {"block_size": 16, "topk": 9}
+    wanted = reference.msa_select(*x, Layout(), **sizes)
+    assert torch.equal(decode_choice.choose(*x, Layout(), **sizes), wanted)
+    assert not torch.equal(reference.msa_select(*coarse, Layout(), **sizes), wanted)
 
 
 SIZES = [(64, 64, 64), (80, 80, 32), (96, 128, 48), (192, 128, 64), (256, 256, 256)]

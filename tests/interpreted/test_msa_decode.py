@@ -12,6 +12,7 @@ from sparsify.kernels.attend import decode
 from sparsify.kernels.layout import Layout
 from sparsify.kernels.select import decode_choice
 from sparsify.kernels.selection import record_selection, replay_selection
+from tests._util.index_lists import by_last_bits
 from tests._util.msa_decode import attend, case, check, in_pages
 from tests._util.parity import error, same_bits
 
@@ -115,6 +116,22 @@ LAYOUTS = {
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_layouts(name, local):
     check(case(batch=2, queries=3, local=local, **LAYOUTS[name]))
+
+
+def test_the_last_bits_of_float32_queries_count():
+    """One number of a query ranks each block; without the last term, otherwise."""
+    x, coarse = by_last_bits(torch.float16, blocks=32, size=32, block=16)
+    sizes = {"block_size": 16, "topk": 5}
+    wanted = reference.msa_select(*x, Layout(), **sizes)
+    assert torch.equal(decode_choice.choose(*x, Layout(), **sizes), wanted)
+    assert not torch.equal(reference.msa_select(*coarse, Layout(), **sizes), wanted)
+
+
+@pytest.mark.parametrize("value", [NAN, INF, -INF])
+def test_float32_queries_and_keys_that_are_not_finite(value):
+    x = case(queries=2, index_dtype=torch.float32, key_dtype=torch.float16, topk=3)
+    x.ik[0, 0, 20, 3] = value
+    check(x)
 
 
 @pytest.mark.parametrize("count", [1, 4, 10**6])

@@ -122,12 +122,20 @@ def test_two_programs_that_walk_over_lists_share_a_multiprocessor():
     assert tiles(size=64).stages == 3 and tiles(size=128).stages == 2
 
 
-def test_of_two_dtypes_the_narrower_is_widened_unless_neither_holds_the_other():
-    def pair(a, b):
-        return decoding.is_exact(*(torch.empty(1, dtype=t, device="meta") for t in (a, b)))
+def pair(a, b):
+    return tuple(torch.empty(1, dtype=t, device="meta") for t in (a, b))
 
-    assert not pair(torch.bfloat16, FLOAT8) and not pair(torch.float16, torch.float16)
-    assert pair(torch.bfloat16, torch.float16) and pair(FLOAT8, torch.float32)
+
+def test_of_two_dtypes_the_narrower_is_widened_or_queries_become_terms():
+    assert not decoding.is_exact(*pair(torch.bfloat16, FLOAT8))
+    assert not decoding.is_exact(*pair(torch.float16, torch.float16))
+    assert decoding.is_exact(*pair(FLOAT8, torch.float32))
+    assert decoding.is_exact(*pair(torch.float32, FLOAT8))
+    for queries in (torch.float32, torch.bfloat16):
+        assert not decoding.is_exact(*pair(queries, torch.float16))
+        assert decoding.terms_of(*pair(queries, torch.float16)) == 2
+    assert decoding.terms_of(*pair(torch.float32, torch.bfloat16)) == 3
+    assert decoding.terms_of(*pair(torch.bfloat16, torch.bfloat16)) == 1
 
 
 def test_a_mask_implies_the_origin():
