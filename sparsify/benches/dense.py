@@ -6,7 +6,7 @@ Legend: B batch, H query heads, G key/value heads, T queries, S keys, D head siz
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -46,14 +46,20 @@ def dense_call(q_BHTD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, backend: SDPBacke
 
 
 def dense_times(
-    q_BHTD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, timer: Callable[[Run], Timing]
+    q_BHTD: Tensor,
+    k_BGSD: Tensor,
+    v_BGSD: Tensor,
+    timer: Callable[[Run], Timing],
+    names: Collection[str] | None = None,
 ) -> dict[str, Timing]:
-    """Times by backend; a backend that cannot run the call is left out."""
+    """Times by backend, of all or of those named; one that cannot run the call is left out."""
     found = {}
     chunk = 1 < q_BHTD.shape[2] < k_BGSD.shape[2]
     for name, backend in _backends(q_BHTD).items():
         if chunk and backend is not SDPBackend.FLASH_ATTENTION:
             continue  # another would be given a mask in memory, or none
+        if names is not None and name not in names:
+            continue
         try:
             found[name] = timer(dense_call(q_BHTD, k_BGSD, v_BGSD, backend))
         except RuntimeError as error:  # out of memory is one
