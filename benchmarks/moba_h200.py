@@ -4,8 +4,8 @@
 
 Inputs are random, bfloat16, batch 1, head size 128. Times are medians of CUDA events after warm-up
 with a cold L2 cache; `graph` replays the op as a CUDA graph. Dense is torch's best of the same run
-(FlashAttention-2 or cuDNN); from 512k tokens on it is timed once, at 1m cuDNN alone, without a warm-up. Extra
-memory is the peak beyond inputs and outputs.
+(FlashAttention-2 or cuDNN); from 512k tokens on it is timed once, at 1m cuDNN alone, without a
+warm-up. Extra memory is the peak beyond inputs and outputs.
 """
 
 from pathlib import Path

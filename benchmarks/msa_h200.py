@@ -7,7 +7,8 @@
 block 128, top-16, bfloat16, batch 1, random inputs. `chunk:L` are 16,384 queries at the end of L
 tokens, `short:L` 512 queries in a CUDA graph, `whole:L` a prefill in one call; `fp8` has index
 queries and keys in e4m3. Times are medians of CUDA events after warm-up with a cold L2 cache. Dense
-is torch's best of the same run; from 512k tokens on it is timed once, at 1m cuDNN alone, without a warm-up.
+is torch's best of the same run; from 512k tokens on it is timed once, at 1m cuDNN alone, without a
+warm-up.
 `--workload` times the batch-1 calls of MSA's public prefill workload, weighted as there.
 """
 
