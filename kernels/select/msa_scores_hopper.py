@@ -28,7 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from sparsify.kernels.select.msa_scores import LENGTHS, largest, sorting_number
-from sparsify.kernels.select.query_terms import row_terms, whole
+from sparsify.kernels.select.query_terms import bounded, row_terms
 
 __all__ = [
     "BLOCK",
@@ -171,9 +171,9 @@ def _score_terms(
         rest = warpgroup_mma(q_tile.index(least), k_DN, zero, use_acc=False, is_async=True)
         if TERMS == 3:
             rest = warpgroup_mma(q_tile.index(least - 1), k_DN, rest, is_async=True)
-        high = warpgroup_mma(q_tile.index(GROUP * TERMS), k_DN, zero, use_acc=False, is_async=True)
-        high_MN, rest_MN = warpgroup_mma_wait(0, deps=[high, rest])
-        x_MN = whole(high_MN, rest_MN)
+        rest_MN = bounded(warpgroup_mma_wait(0, deps=[rest]))
+        x = warpgroup_mma(q_tile.index(GROUP * TERMS), k_DN, rest_MN, is_async=True)
+        x_MN = warpgroup_mma_wait(0, deps=[x])
         mbarrier.arrive(empty.index(slot), count=1)
         at_M = scores_M + (begin + i) * row_stride  # within one list: less than 2**31
         gl.store(at_M, sorting_number(gl.reduce(x_MN, 1, largest)))

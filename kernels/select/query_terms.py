@@ -1,7 +1,7 @@
 """Float32 index queries as sums of terms in the keys' dtype, so that tensor cores multiply them.
 
 Products of a term and a key are exact, and tensor cores sum them in float32, as products of float32
-are summed without them; small terms are summed apart, where little is lost. bfloat16 has float32's
+are summed without them; small terms are summed first, where little is lost. bfloat16 has float32's
 range, and three terms hold all 24 bits of a number (of 2**-103 or more: less has no term as small).
 float16 has not: a row is multiplied by a power of two, which brings its largest number next to
 2**15 and leaves the order of its scores. Two terms then hold a number but for its last bit, and but
@@ -13,7 +13,7 @@ Legend: M rows, D index size, N keys.
 import triton
 import triton.language as tl
 
-__all__ = ["row_terms", "sum_of_products", "whole"]
+__all__ = ["bounded", "row_terms", "sum_of_products"]
 
 # The largest numbers: what is beyond would round to infinity.
 MOST_BFLOAT16 = tl.constexpr(3.3895313892515355e38)
@@ -56,19 +56,18 @@ def row_terms(q_MD, TERMS: tl.constexpr):
 
 
 @triton.jit
-def whole(high_MN, rest_MN):
-    """Products of the largest terms plus those of the others, where these are numbers: with a key
-    that is infinite, terms of different signs would cancel, and a term of 0 give NaN."""
-    return high_MN + tl.minimum(tl.maximum(rest_MN, -MOST_FLOAT32), MOST_FLOAT32)
+def bounded(x):
+    """Sums of the small terms; finite also for a key that is infinite, whose products with terms of
+    different signs would cancel, and be NaN with a term of 0. The largest terms decide there."""
+    return tl.minimum(tl.maximum(x, -MOST_FLOAT32), MOST_FLOAT32)
 
 
 @triton.jit
 def sum_of_products(terms, k_DN, TERMS: tl.constexpr):
     """Products of the terms' sum with keys, in float32."""
-    x_MN = tl.dot(terms[0], k_DN)
+    x_MN = tl.dot(terms[TERMS - 1], k_DN)
+    if TERMS == 3:
+        x_MN = tl.dot(terms[1], k_DN, x_MN)
     if TERMS > 1:
-        rest_MN = tl.dot(terms[TERMS - 1], k_DN)
-        if TERMS == 3:
-            rest_MN = tl.dot(terms[1], k_DN, rest_MN)
-        x_MN = whole(x_MN, rest_MN)
+        x_MN = tl.dot(terms[0], k_DN, bounded(x_MN))
     return x_MN
