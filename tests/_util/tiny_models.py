@@ -4,10 +4,13 @@ import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+import functools
 import inspect
 
 import torch
 import transformers as tf
+
+import sparsify as sp
 
 # What a forward calls its cache; transformers 5.17 and 5.24 differ.
 CACHE = (
@@ -64,6 +67,12 @@ def _config(name, changes):
 
 
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gpt2")
+
+
+@functools.cache
+def inspected(name):
+    """What `sp.inspect` finds in such a model; whatever its weights, it is captured once."""
+    return sp.inspect(build(name))
 
 
 def tokens(batch, length, seed=0):

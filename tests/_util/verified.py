@@ -6,7 +6,17 @@ import sparsify as sp
 from tests._util.tiny_models import build, tokens
 
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gpt2", "opt", "phi3")
+FORMS = (("sdpa", "eager"), ("eager", "sdpa"))
 LENGTH = 96  # longest input of the model
+
+
+def pairs(families):
+    """Every family on both hosts and in both forms of attention, and both forms on both hosts."""
+    return [
+        (family, attention, host)
+        for number, family in enumerate(families)
+        for host, attention in zip(("transformers", "graph"), FORMS[number % 2], strict=True)
+    ]
 
 
 def small(family, attention):

@@ -51,14 +51,14 @@ def waiting(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("number", "text"),
+    ("number", "text", "times"),
     [
-        (signal.SIGINT, "interrupted"),
-        (signal.SIGTERM, "terminated by SIGTERM"),
-        (signal.SIGHUP, "terminated by SIGHUP"),
+        (signal.SIGINT, "interrupted", 1),
+        (signal.SIGTERM, "terminated by SIGTERM", 1),
+        (signal.SIGTERM, "terminated by SIGTERM", 8),  # the next test repeats Ctrl-C
+        (signal.SIGHUP, "terminated by SIGHUP", 8),
     ],
 )
-@pytest.mark.parametrize("times", [1, 8])
 def test_signals_while_a_model_is_loaded(waiting, number, text, times):
     process = waiting()
     for _ in range(times):

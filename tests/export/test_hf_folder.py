@@ -11,7 +11,7 @@ import transformers
 import sparsify as sp
 from sparsify.hosts import transformers as host
 from sparsify.hosts.transformers import plan_of
-from tests._util.tiny_models import FAMILIES, build, tokens
+from tests._util.tiny_models import FAMILIES, build, inspected, tokens
 
 FRESH = """
 import sys, torch, {module}
@@ -33,7 +33,7 @@ POLICY = sp.Policy.moba(block_size=8, topk=2, dense_last=1)
 
 def saved(tmp_path, family="llama", method="moba"):
     policy = getattr(sp.Policy, method)(block_size=8, topk=2, dense_last=1)
-    result = sp.sparsify(build(family), policy)
+    result = sp.sparsify(build(family), policy, inspection=inspected(family))
     return result, sp.export(result, tmp_path / "out")
 
 

@@ -11,14 +11,14 @@ import sparsify as sp
 from sparsify.errors import ArtefactError
 from sparsify.hosts import transformers as host
 from sparsify.hosts.indexers import indexers_of
-from tests._util.tiny_models import build, tokens
+from tests._util.tiny_models import build, inspected, tokens
 
 POLICY = sp.Policy.msa(block_size=8, topk=2, indexer="learned", index_dim=8)
 
 
 def trained(name="llama"):
     """A rewritten model whose indexers are not those that it started with."""
-    result = sp.sparsify(build(name), POLICY)
+    result = sp.sparsify(build(name), POLICY, inspection=inspected(name))
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for indexer in indexers_of(result.model).values():
@@ -39,7 +39,8 @@ def test_a_folder_brings_the_trained_weights_back(name, tmp_path):
     folder = sp.export(result, tmp_path / "out")
     assert torch.equal(logits(sp.load(folder), ids), wanted)
     assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(folder), ids), wanted)
-    assert not torch.equal(logits(sp.sparsify(build(name), POLICY).model, ids), wanted)
+    untrained = sp.sparsify(build(name), POLICY, inspection=inspected(name)).model
+    assert not torch.equal(logits(untrained, ids), wanted)
 
 
 def test_a_base_model_finds_them_under_their_other_names(tmp_path):

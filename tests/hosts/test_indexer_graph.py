@@ -18,7 +18,7 @@ from sparsify.hosts.caches import SparseDynamicLayer
 from sparsify.hosts.graph_index import _picked, _runs
 from sparsify.kernels.selection import record_selection
 from tests._util.planned import relative
-from tests._util.tiny_models import CACHE, build, tokens
+from tests._util.tiny_models import CACHE, build, inspected, tokens
 
 
 def policy(width=8, **fields):
@@ -30,7 +30,7 @@ def pair(request):
     """The model on the graph host and on the transformers host, with the same trained indexers."""
     model = build(request.param)
     graph = sp.sparsify(model, policy(), host="graph")
-    other = sp.sparsify(model, policy())
+    other = sp.sparsify(model, policy(), inspection=inspected(request.param))
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for name, p in graph.model.named_parameters():

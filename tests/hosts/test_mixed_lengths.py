@@ -7,7 +7,7 @@ import torch
 
 import sparsify as sp
 from tests._util.tiny_models import build, tokens
-from tests._util.verified import FAMILIES
+from tests._util.verified import FAMILIES, pairs
 
 LENGTHS, WIDTH = (40, 1, 23, 17), 40
 POLICY = sp.Policy.moba(block_size=8, topk=2)
@@ -33,9 +33,7 @@ def rewritten(family, attention, host):
 
 
 @pytest.mark.parametrize("left", [True, False])
-@pytest.mark.parametrize("host", ["transformers", "graph"])
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "attention", "host"), pairs(FAMILIES))
 @torch.no_grad()
 def test_a_padded_batch_equals_each_sequence_alone(family, attention, host, left):
     model = rewritten(family, attention, host)
