@@ -72,7 +72,8 @@ class Index:
 
     Args:
         iq: index queries `[B, G, T, I]`.
-        ik: index keys `[B, 1 or G, S, I]`, one head for all or one for each.
+        ik: index keys `[B, 1 or G, S, I]`, one head for all or one for each. Those of 16 bits stay
+            as they are, whatever dtype the queries have.
         placement: where queries and blocks lie.
         block_size, topk, local: as in `sparsify.kernels.schemas.msa_select`.
         workspace_bytes: scores take a quarter of it at most, unless 64 queries need more.
