@@ -142,6 +142,7 @@ def test_other_dense_kernels_are_no_part_of_chunks(monkeypatch, queries, names):
     monkeypatch.setattr(dense, "_backends", lambda _: two)
     q, k = torch.randn(1, 2, queries, 8), torch.randn(1, 2, 12, 8)
     assert set(dense.dense_times(q, k, k, lambda run: run())) == names
+    assert set(dense.dense_times(q, k, k, lambda run: run(), ["b"])) == names - {"sdpa_flash"}
 
 
 def question(method="msa", queries=None, **options):
