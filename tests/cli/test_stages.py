@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+import itertools
 import os
 import shutil
 import signal
@@ -140,8 +141,9 @@ VERIFY = {
 }
 
 
-@pytest.mark.parametrize("stage", VERIFY)
-@pytest.mark.parametrize("number", SIGNALS)
+@pytest.mark.parametrize(
+    ("stage", "number"), [*zip(VERIFY, itertools.cycle(SIGNALS), strict=False)]
+)
 def test_a_signal_while_a_folder_is_verified(
     cli, llama, rewritten, tmp_path, monkeypatch, listening, stage, number
 ):
