@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from sparsify.kernels import reference
+from sparsify.kernels.gaps import msa_gaps
 from sparsify.kernels.layout import Layout
 from sparsify.kernels.select import msa_scores, msa_tiles
 from sparsify.kernels.select.query_terms import row_terms, sum_of_products
@@ -137,6 +138,17 @@ def test_queries_beyond_the_range_of_float16(scale):
     x = halves(queries=9, keys=70, shared=False)
     plain = chosen(x, 8, 3)
     assert torch.equal(check(Keys(x.iq * 2.0 ** round(math.log2(scale)), x.ik), 8, 3), plain)
+
+
+def test_what_is_lost_beside_a_huge_number_is_in_the_bound_of_the_gap():
+    """Float16 holds less than float32 of a row with one huge number, here against keys of 0."""
+    x = halves(queries=19, keys=140, shared=False)
+    x.iq[..., 0], x.ik[..., 0] = 2.0**37, 0.0
+    sizes = {"block_size": 8, "topk": 5}
+    differs = (chosen(x, 8, 5) != reference.msa_select(*x, Layout(), **sizes)).any(-1)
+    assert bool(differs.any()) and bool(msa_gaps(*x, **sizes).close()[differs].all())
+    wide = msa_gaps(x.iq, x.ik.float(), **sizes).close()
+    assert not bool(wide[differs].all())
 
 
 @pytest.mark.parametrize("local", LOCAL)
