@@ -8,6 +8,7 @@ longest starts first.
 from __future__ import annotations
 
 import gc
+from collections import Counter
 
 import pytest
 
@@ -20,10 +21,11 @@ def _rank(item: pytest.Item, slow: set[object]) -> int:
     return 2 if item.path in slow else 3
 
 
-@pytest.hookimpl(trylast=True)  # the random order within a rank stays
+@pytest.hookimpl(trylast=True)  # else the order stays random
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     slow = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: _rank(item, slow))
+    tests = Counter(item.path for item in items)
+    items.sort(key=lambda item: (_rank(item, slow), -tests[item.path]))
 
 
 def pytest_collection_finish() -> None:
