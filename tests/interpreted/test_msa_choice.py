@@ -24,8 +24,7 @@ def check(x, block, topk, local="inside", **options):
     return got
 
 
-@pytest.mark.parametrize("local", LOCAL)
-@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize(("shared", "local"), [(True, "union"), (False, "inside")])
 @pytest.mark.parametrize(
     ("block", "keys", "topk"),
     [
@@ -117,8 +116,10 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("local", LOCAL)
-@pytest.mark.parametrize(("block", "topk"), [(2, 3), (2, 7), (40, 2)])
+@pytest.mark.parametrize(
+    ("block", "topk", "local"),
+    [(2, 3, "inside"), (2, 3, "union"), (2, 7, "inside"), (40, 2, "union")],
+)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_layouts(name, block, topk, local):
     layout = Layout(**{n: torch.tensor(x) for n, x in LAYOUTS[name].items()})
