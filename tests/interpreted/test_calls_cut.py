@@ -105,7 +105,8 @@ def test_masks_of_any_strides(form, queries, path):
     index = inputs(batch=2, queries=queries, keys=70, size=32, seed=1)
     mask = masks(70)[form]
     assert not mask.is_contiguous()
-    for topk in (3, 100):
+    # Dense calls have but one path.
+    for topk in (3, 100) if path == "by query" else (3,):
         sizes = {**SIZES, "topk": topk}
         layout = Layout(key_mask=mask)
         lists = accelerated.msa_select(index.q, index.k, layout, **sizes)
