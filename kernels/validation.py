@@ -176,6 +176,9 @@ def _check_layout(q: Tensor, k: Tensor, layout: Layout, block_size: int) -> None
         _check_vector(name, getattr(layout, name), None if packed else q.shape[0])
     for name in ("cu_seqlens_q", "cu_seqlens_k"):
         _check_vector(name, getattr(layout, name), None)
+    vectors = ("q_start", "kv_len", "block_origin", "cu_seqlens_q", "cu_seqlens_k")
+    given = {name: getattr(layout, name) for name in vectors}
+    _one_device(q, **{name: x for name, x in given.items() if x is not None})
     if layout.page_table is not None:
         _check_pages(layout.page_table, q, k, layout, block_size)
     if layout.key_mask is not None:

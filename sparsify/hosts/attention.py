@@ -107,8 +107,7 @@ def _site_call(
     mask: SparsityMask,
     index: tuple[torch.Tensor, torch.Tensor] | None,
 ) -> SiteCall:
-    where = mask.q_start, mask.padding, mask.documents
-    return SiteCall(plan, query, key, value, scaling, *where, index)
+    return SiteCall(plan, query, key, value, scaling, *mask.on(query.device), index)
 
 
 def _index(use: IndexUse | None) -> tuple[torch.Tensor, torch.Tensor] | None:

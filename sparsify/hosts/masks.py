@@ -22,6 +22,9 @@ from sparsify.kernels.documents import document_layout
 __all__ = ["SparsityMask", "dense_implementation", "sparsify_mask"]
 
 
+Placed = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
+
+
 @dataclass
 class SparsityMask:
     """What is known of the mask of one forward.
@@ -41,6 +44,7 @@ class SparsityMask:
     padding_2d: torch.Tensor | None
     build_dense: Callable[[], torch.Tensor | None] = field(repr=False)
     documents: torch.Tensor | None = None
+    _moved: dict[torch.device, Placed] = field(default_factory=dict, repr=False)
     # `generate` prepares the mask for static caches and hands it to the forward, which asks this.
     ndim: ClassVar[int] = 4
 
@@ -88,16 +92,24 @@ class SparsityMask:
         """Slot of the first real key of each sequence; None without padding."""
         return None if self.padding is None else tuple(self.padding.int().argmax(-1).tolist())
 
-    @cached_property
-    def q_start(self) -> torch.Tensor | None:
+    def q_start(self, device: torch.device) -> torch.Tensor | None:
         """Slot of query 0, int64 [batch]; None when the queries are the last keys (the default)."""
         offset = self.q_offset - self.kv_offset
         if isinstance(offset, int) and offset == self.kv_length - self.q_length:
             return None
-        device = None if self.padding_2d is None else self.padding_2d.device
         if isinstance(offset, torch.Tensor):
-            return offset.reshape(-1).long().expand(self.batch_size).contiguous()
+            starts = offset.reshape(-1).long().expand(self.batch_size).contiguous()
+            return starts.to(device)
         return torch.full((self.batch_size,), offset, dtype=torch.long, device=device)
+
+    def on(self, device: torch.device) -> Placed:
+        """`q_start`, `padding` and `documents` where a layer computes: masks are made where the
+        first one does, or on the CPU."""
+        if device not in self._moved:
+            padding = None if self.padding is None else self.padding.to(device)
+            documents = None if self.documents is None else self.documents.to(device)
+            self._moved[device] = (self.q_start(device), padding, documents)
+        return self._moved[device]
 
     @cached_property
     def _dense(self) -> torch.Tensor | None:

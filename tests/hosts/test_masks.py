@@ -10,6 +10,8 @@ from transformers.masking_utils import (
 
 from sparsify.hosts.masks import sparsify_mask
 
+CPU = torch.device("cpu")
+
 
 def mask(attention_mask=None, q=4, kv=4, **kwargs):
     return sparsify_mask(2, q, kv, attention_mask=attention_mask, **kwargs)
@@ -48,13 +50,22 @@ def test_right_padding_leaves_blocks_broken_by_holes():
 
 
 def test_queries_at_the_end_need_no_start():
-    assert mask(q=4, kv=4).q_start is None
-    assert mask(q=2, kv=6, q_offset=4).q_start is None
+    assert mask(q=4, kv=4).q_start(CPU) is None
+    assert mask(q=2, kv=6, q_offset=4).q_start(CPU) is None
 
 
 def test_queries_elsewhere_get_a_start_per_sequence():
-    assert mask(q=2, kv=6, q_offset=1).q_start.tolist() == [1, 1]
-    assert mask(q=2, kv=6, q_offset=torch.tensor(3)).q_start.tolist() == [3, 3]
+    assert mask(q=2, kv=6, q_offset=1).q_start(CPU).tolist() == [1, 1]
+    assert mask(q=2, kv=6, q_offset=torch.tensor(3)).q_start(CPU).tolist() == [3, 3]
+
+
+@pytest.mark.parametrize("offset", [1, torch.tensor(3)])
+def test_what_a_layer_is_told_lies_where_it_computes(offset):
+    known = mask(torch.tensor([[0, 1, 1, 1, 1, 1]] * 2), q=2, kv=6, q_offset=offset)
+    elsewhere = torch.device("meta")
+    start, padding, documents = known.on(elsewhere)
+    assert start.device == padding.device == elsewhere and documents is None
+    assert known.on(elsewhere)[0] is start and known.on(CPU)[1].device == CPU
 
 
 def test_the_dense_mask_is_the_one_that_transformers_would_build():

@@ -164,3 +164,11 @@ def test_other_devices_are_refused():
     case = base()
     with pytest.raises((ValueError, RuntimeError, NotImplementedError), match="meta"):
         moba(k=case["k"].to("meta"))
+
+
+@pytest.mark.parametrize("name", ["q_start", "kv_len", "block_origin"])
+def test_layouts_on_other_devices_are_refused(name):
+    vector = torch.zeros(base()["q"].shape[0], dtype=torch.long)
+    moba(**{name: vector})
+    with pytest.raises((ValueError, RuntimeError, NotImplementedError), match="meta"):
+        moba(**{name: vector.to("meta")})
