@@ -266,7 +266,7 @@ def tuned(case: Case, several: list[Inputs]) -> dict[str, float]:
                 name = f"{columns}x{stages}, {'lists' if processors == 1 else 'places'}"
                 with (
                     mock.patch.object(decoding, "tiles_of", tiles),
-                    mock.patch.object(decoding, "_sm_count", lambda _, n=processors: n),
+                    mock.patch.object(decoding, "processors", lambda _, n=processors: n),
                 ):
                     ms = guarded(name, lambda: call_ms(attend, several)[0] - choice(several), [])
                 if ms is not None:

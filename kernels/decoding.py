@@ -6,13 +6,13 @@ size.
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from sparsify.kernels import tiling
+from sparsify.kernels.gpus import is_hopper_or_newer, processors
 from sparsify.kernels.layout import Layout, block_count, key_slots
 from sparsify.kernels.select.msa_tiles import terms_of
 from sparsify.kernels.tiling import padded
@@ -24,7 +24,6 @@ __all__ = [
     "Tiles",
     "call_of",
     "is_exact",
-    "is_hopper_or_newer",
     "readable",
     "row_strides",
     "starts",
@@ -135,7 +134,7 @@ def call_of(
         union=local == "union",
         tiles=tiles_of(q, v, iq, ik, block_size, shared),
         pdl=is_hopper_or_newer(q.device),
-        sm_count=_sm_count(q.device),
+        sm_count=processors(q.device),
         part_bytes=4 * v.shape[3] * q.shape[1] // iq.shape[1],
     )
 
@@ -172,21 +171,6 @@ def is_exact(iq: Tensor, ik: Tensor) -> bool:
     """Whether scores are products of float32: for keys of float32, and for keys of 8 bits whose
     queries have 32."""
     return ik.dtype == torch.float32 or (iq.dtype == torch.float32 and terms_of(iq, ik) == 1)
-
-
-@functools.cache
-def is_hopper_or_newer(device: torch.device) -> bool:
-    """Whether a kernel may start before the one in front of it ends, and fetch by descriptors."""
-    if device.type != "cuda" or torch.version.hip is not None:
-        return False
-    return bool(torch.cuda.get_device_capability(device) >= (9, 0))
-
-
-@functools.cache
-def _sm_count(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 132
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def readable(layout: Layout) -> Layout:

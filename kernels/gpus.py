@@ -10,22 +10,47 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["gluon", "is_bulk", "is_hopper", "processors"]
+__all__ = [
+    "capability",
+    "gluon",
+    "has_float8",
+    "is_bulk",
+    "is_hopper",
+    "is_hopper_or_newer",
+    "processors",
+]
 
 _log = logging.getLogger(__name__)
 
 
 @functools.cache
+def capability(device: torch.device) -> tuple[int, int] | None:
+    """Of an NVIDIA GPU; None for any other device."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return None
+    return torch.cuda.get_device_capability(device)
+
+
 def is_hopper(device: torch.device) -> bool:
     """Whether `device` has compute capability 9.0, for which Gluon kernels are written."""
-    if device.type != "cuda" or torch.version.hip is not None:
-        return False
-    return torch.cuda.get_device_capability(device) == (9, 0)
+    return capability(device) == (9, 0)
+
+
+def is_hopper_or_newer(device: torch.device) -> bool:
+    """Whether a kernel may start before the one in front of it ends, and fetch by descriptors."""
+    return (capability(device) or (0, 0)) >= (9, 0)
+
+
+def has_float8(device: torch.device) -> bool:
+    """Whether there are products of float8_e4m3fn; where there is no GPU nothing is in the way."""
+    return device.type != "cuda" or (capability(device) or (0, 0)) >= (8, 9)
 
 
 @functools.cache
 def processors(device: torch.device) -> int:
-    """Multiprocessors of a GPU."""
+    """Multiprocessors of a GPU; an H200's where there is none."""
+    if device.type != "cuda":
+        return 132
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 

@@ -6,6 +6,7 @@ Lists are counted through the batch rows.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import NamedTuple, Protocol
 
@@ -14,10 +15,15 @@ from torch import Tensor
 
 from sparsify.kernels.tiling import MOST_PROGRAMS, AttentionTiles, padded, span
 
-__all__ = ["Chooser", "Parts", "Shape", "Slice", "chunk_of", "slices"]
+__all__ = ["Chooser", "Parts", "Shape", "Slice", "chunk_of", "scale_log2", "slices"]
 
 _STEP = 128  # queries of a slice come in multiples of this
 _LONG = 1 << 16  # with this many queries the lists are long enough for longer work items
+
+
+def scale_log2(q: Tensor, scale: float | None) -> float:
+    """A factor for scores under powers of two; without a scale it is `D ** -0.5` for those of e."""
+    return (q.shape[-1] ** -0.5 if scale is None else scale) * math.log2(math.e)
 
 
 class Chooser(Protocol):

@@ -19,11 +19,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from sparsify.kernels.attend.cutting import scale_log2
 from sparsify.kernels.attend.decode_kernels import (
     decode_attention_fwd_kernel,
     decode_merge_fwd_kernel,
 )
 from sparsify.kernels.decoding import MOST_PLACES, Call, call_of, readable, row_strides, starts
+from sparsify.kernels.gpus import has_float8
 from sparsify.kernels.layout import Layout, block_count, key_slots
 from sparsify.kernels.select.decode_choice import best_blocks, choose
 from sparsify.kernels.tiling import padded
@@ -31,7 +33,6 @@ from sparsify.kernels.tiling import padded
 __all__ = ["MOST_QUERIES", "choice_unsupported", "chooser", "msa_decode", "unsupported"]
 
 MOST_QUERIES = 16
-LOG2E = 1.4426950408889634
 _FLOAT8 = torch.float8_e4m3fn
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _MOST_GROUP = 64
@@ -82,7 +83,7 @@ def choice_unsupported(
     for x in (iq, ik):
         if x.dtype not in (*_DTYPES, _FLOAT8):
             return f"{x.dtype} index tensors have no kernels here"
-        if x.dtype == _FLOAT8 and not _has_float8(x.device):
+        if x.dtype == _FLOAT8 and not has_float8(x.device):
             return "this GPU has no products of float8_e4m3fn"
     return None
 
@@ -101,15 +102,6 @@ def chooser(
         return None
     flat = layout._replace(page_table=None)
     return functools.partial(choose, iq, ik, flat, block_size=block_size, topk=topk, local=local)
-
-
-@functools.cache
-def _has_float8(device: torch.device) -> bool:
-    if device.type != "cuda":
-        return True
-    if torch.version.hip is not None:
-        return False
-    return bool(torch.cuda.get_device_capability(device) >= (8, 9))
 
 
 def msa_decode(
@@ -150,8 +142,7 @@ def msa_decode(
         return out.zero_(), lse.fill_(float("-inf"))
     layout = readable(layout)
     best = None if call.every else best_blocks(iq, ik, layout, call, call.segments)
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    _attend(q, k, v, best, layout, call, scale * LOG2E, out, lse)
+    _attend(q, k, v, best, layout, call, scale_log2(q, scale), out, lse)
     return out, lse
 
 
@@ -162,7 +153,7 @@ def _attend(
     best: Tensor | None,
     layout: Layout,
     call: Call,
-    scale_log2: float,
+    factor: float,
     out: Tensor,
     lse: Tensor,
 ) -> None:
@@ -193,7 +184,7 @@ def _attend(
         *k.stride(),
         *v.stride(),
         *row_strides(layout),
-        scale_log2,
+        factor,
         call.slots,
         k.shape[0],
         **same,
@@ -216,7 +207,7 @@ def _attend(
             stat,
             out,
             lse,
-            scale_log2,
+            factor,
             **same,
             V=v.shape[3],
             VP=padded(v.shape[3]),

@@ -16,7 +16,12 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from sparsify.kernels.attend.pieces import dot, safe_top
-from sparsify.kernels.select.msa_decode import best_numbers, page_of, past_end, span_of
+from sparsify.kernels.select.decode_choice_kernels import (
+    best_numbers,
+    page_of,
+    past_end,
+    span_of,
+)
 
 __all__ = ["decode_attention_fwd_kernel", "decode_merge_fwd_kernel"]
 

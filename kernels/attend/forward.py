@@ -17,14 +17,22 @@ from sparsify import settings
 from sparsify.kernels import tuned
 from sparsify.kernels.attend import large_hopper, shared_hopper
 from sparsify.kernels.attend.combine import combine_clean_fwd_kernel, combine_fwd_kernel
-from sparsify.kernels.attend.cutting import Chooser, Parts, Shape, Slice, chunk_of, slices
+from sparsify.kernels.attend.cutting import (
+    Chooser,
+    Parts,
+    Shape,
+    Slice,
+    chunk_of,
+    scale_log2,
+    slices,
+)
 from sparsify.kernels.attend.kv_outer import (
     large_block_fwd_kernel,
     shared_block_fwd_kernel,
     small_block_fwd_kernel,
 )
 from sparsify.kernels.attend.q_outer import query_block_fwd_kernel, shared_query_fwd_kernel
-from sparsify.kernels.gpus import is_bulk
+from sparsify.kernels.gpus import is_bulk, is_hopper_or_newer
 from sparsify.kernels.placement import Placement
 from sparsify.kernels.select import descriptors
 from sparsify.kernels.select.reverse_index import ReverseIndex, reverse_index
@@ -52,7 +60,6 @@ __all__ = [
 Path = Literal["large gluon", "shared gluon", "triton"]
 Forced = Literal["gluon", "triton"]
 
-LOG2E = 1.4426950408889634
 # At most this many queries go query by query.
 FEW_QUERIES = 32
 _SPLIT = 4  # own blocks of more tiles than this have a loop for those that are seen whole
@@ -64,11 +71,10 @@ def shape_of(
     q: Tensor, k: Tensor, v: Tensor, block: int, scale: float | None, share: int = 1
 ) -> Shape:
     """The shape of a call; `share` query heads have one list of blocks."""
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
     sizes = tuned.Sizes(block, q.shape[-1], v.shape[-1], q.element_size(), share)
     tiles = tuned.attention_tiles(q.device, sizes)
     heads, exact = q.shape[1], q.dtype == torch.float32
-    return Shape(heads, heads // k.shape[1], *sizes[:3], scale * LOG2E, tiles, exact, share)
+    return Shape(heads, heads // k.shape[1], *sizes[:3], scale_log2(q, scale), tiles, exact, share)
 
 
 def dense(
@@ -367,11 +373,7 @@ def combine(
 def _fits_tma(k: Tensor, v: Tensor, placement: Placement, shape: Shape) -> bool:
     """Whether keys and values can be fetched by the tensor memory accelerator: sm_90 or newer,
     aligned strides, nothing to mask inside a block."""
-    if k.device.type != "cuda" or torch.version.hip is not None:
-        return False
-    if torch.cuda.get_device_capability(k.device)[0] < 9:
-        return False
-    if not placement.plain or shape.block % shape.tiles.columns:
+    if not is_hopper_or_newer(k.device) or not placement.plain or shape.block % shape.tiles.columns:
         return False
     sizes_fit = (
         padded(shape.head_dim) == shape.head_dim and padded(shape.value_dim) == shape.value_dim

@@ -1,4 +1,4 @@
-"""MSA's choice of blocks for a few queries over a cache: what starts the kernels of `msa_decode`.
+"""MSA's choice of blocks for a few queries over a cache: what starts `decode_choice_kernels`.
 
 Legend: B batch, G key/value heads, J index key heads, T queries, S key slots, I index size,
 N blocks, L list length, K list places.
@@ -14,15 +14,19 @@ from sparsify.kernels.decoding import (
     Call,
     call_of,
     is_exact,
-    is_hopper_or_newer,
     readable,
     row_strides,
     starts,
     terms_of,
 )
+from sparsify.kernels.gpus import is_bulk, is_hopper_or_newer
 from sparsify.kernels.layout import Layout, block_count, list_width
 from sparsify.kernels.placement import place
-from sparsify.kernels.select.msa_decode import decode_score_fwd_kernel, decode_top_fwd_kernel
+from sparsify.kernels.select import descriptors
+from sparsify.kernels.select.decode_choice_kernels import (
+    decode_score_fwd_kernel,
+    decode_top_fwd_kernel,
+)
 from sparsify.kernels.tiling import padded
 
 __all__ = ["best_blocks", "choose"]
@@ -120,7 +124,7 @@ def _score(iq: Tensor, ik: Tensor, order: Tensor, layout: Layout, call: Call) ->
     by_tma = _fits_tma(ik, call.block, columns, layout.page_table is not None)
     decode_score_fwd_kernel[(each * shares,)](
         iq,
-        _descriptor(ik, columns) if by_tma else ik,
+        descriptors.tiles(ik, columns) if by_tma else ik,
         order,
         layout.kv_len,
         layout.q_start,
@@ -178,16 +182,6 @@ def _shares(call: Call, steps: int, each: int) -> tuple[int, bool]:
 
 def _fits_tma(ik: Tensor, block: int, columns: int, paged: bool) -> bool:
     """Whether descriptors can fetch tiles of index keys: aligned, and no tile beyond its block."""
-    if not is_hopper_or_newer(ik.device):
-        return False
-    size = ik.element_size()
-    aligned = all(stride * size % 16 == 0 and stride > 0 for stride in ik.stride()[:3])
-    aligned = aligned and ik.stride(3) == 1 and ik.data_ptr() % 16 == 0
     whole = block % columns == 0 or (columns % block == 0 and not paged)
-    return aligned and whole and padded(ik.shape[3]) == ik.shape[3]
-
-
-def _descriptor(x: Tensor, rows: int) -> object:
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, rows, x.shape[3]])
+    fits = whole and padded(ik.shape[3]) == ik.shape[3]
+    return fits and is_hopper_or_newer(ik.device) and is_bulk(ik)

@@ -58,7 +58,7 @@ def spread(x):
 def path(request, monkeypatch):
     """Both ways to attend a list."""
     count = 10**6 if "place" in request.param else 1
-    monkeypatch.setattr(decoding, "_sm_count", lambda _: count)
+    monkeypatch.setattr(decoding, "processors", lambda _: count)
 
 
 # Parity
@@ -234,9 +234,9 @@ def test_a_row_does_not_depend_on_its_batch(queries):
 @pytest.mark.parametrize("dtype", [BF16, FP32])
 def test_both_ways_to_attend_a_list_give_the_same_bits(block, dtype, monkeypatch):
     x = base(batch=2, queries=3, block=block, dtype=dtype, kv_len=[8620, 1000])
-    monkeypatch.setattr(decoding, "_sm_count", lambda _: 10**6)
+    monkeypatch.setattr(decoding, "processors", lambda _: 10**6)
     split = attend(x)
-    monkeypatch.setattr(decoding, "_sm_count", lambda _: 1)
+    monkeypatch.setattr(decoding, "processors", lambda _: 1)
     assert same_bits(attend(x), split)
 
 
@@ -348,6 +348,6 @@ def test_keys_beyond_two_to_the_31_elements():
 
 
 def test_old_gpus_have_no_products_of_eight_bits(monkeypatch):
-    monkeypatch.setattr(decode, "_has_float8", lambda _: False)
+    monkeypatch.setattr(decode, "has_float8", lambda _: False)
     x = base(index_dtype=FP8)
     assert "float8" in decode.unsupported(*x[:5], x.layout, *x.sizes.values())

@@ -23,13 +23,13 @@ NAN, INF = math.nan, math.inf
 def path(request, monkeypatch):
     """Both ways to attend a list."""
     count = 10**6 if "place" in request.param else 1
-    monkeypatch.setattr(decoding, "_sm_count", lambda _: count)
+    monkeypatch.setattr(decoding, "processors", lambda _: count)
 
 
 @pytest.fixture(params=["inside, a program per list", "union, a program per place"])
 def local(request, monkeypatch):
     """Both rules, each with one way to attend a list."""
-    monkeypatch.setattr(decoding, "_sm_count", lambda _: 10**6 if "place" in request.param else 1)
+    monkeypatch.setattr(decoding, "processors", lambda _: 10**6 if "place" in request.param else 1)
     return request.param.split(",")[0]
 
 
@@ -137,7 +137,7 @@ def test_float32_queries_and_keys_that_are_not_finite(value):
 @pytest.mark.parametrize("count", [1, 4, 10**6])
 def test_programs_share_the_blocks_of_unequal_sequences(count, monkeypatch):
     """However many there are, each block is scored, and none twice."""
-    monkeypatch.setattr(decoding, "_sm_count", lambda _: count)
+    monkeypatch.setattr(decoding, "processors", lambda _: count)
     check(case(batch=5, heads=2, groups=1, keys=130, kv_len=[0, 130, 16, 3, 77]))
 
 
@@ -216,19 +216,19 @@ def test_equal_scores_go_to_the_lower_block(local):
 
 @pytest.mark.parametrize(("topk", "local"), [(2, "inside"), (4, "union"), (20, "inside")])
 def test_segments(topk, local, short_segments, monkeypatch):
-    monkeypatch.setattr(decoding, "_sm_count", lambda _: 10**6)
+    monkeypatch.setattr(decoding, "processors", lambda _: 10**6)
     check(case(queries=2, keys=600, topk=topk, local=local))
 
 
 def test_segments_of_equal_scores(short_segments, monkeypatch):
-    monkeypatch.setattr(decoding, "_sm_count", lambda _: 10**6)
+    monkeypatch.setattr(decoding, "processors", lambda _: 10**6)
     x = case(keys=600, topk=4)
     for ik in (torch.zeros_like(x.ik), x.ik.round().clamp(-1, 1)):
         check(x._replace(ik=ik))
 
 
 def test_chunks_of_one_program(short_segments, monkeypatch):
-    monkeypatch.setattr(decoding, "_sm_count", lambda _: 1)
+    monkeypatch.setattr(decoding, "processors", lambda _: 1)
     check(case(queries=2, keys=600, topk=4))
 
 
@@ -344,9 +344,9 @@ def test_a_row_does_not_depend_on_its_batch(local):
 def test_both_ways_to_attend_a_list_give_the_same_bits(block, dtype, monkeypatch):
     x = case(batch=2, queries=3, block=block, keys=5 * block, topk=4, dtype=dtype, kv_len=[40, 66])
     x.k[1, :, 5] = -INF
-    monkeypatch.setattr(decoding, "_sm_count", lambda _: 10**6)
+    monkeypatch.setattr(decoding, "processors", lambda _: 10**6)
     split = attend(x)
-    monkeypatch.setattr(decoding, "_sm_count", lambda _: 1)
+    monkeypatch.setattr(decoding, "processors", lambda _: 1)
     assert same_bits(attend(x), split)
 
 
