@@ -1,7 +1,7 @@
 """MSA's decode on one H200: checked against float64, then timed beside torch's dense decode.
 
     python benchmarks/msa_decode_h200.py [--cases 128k,1m:fp8,...] [--json OUT] [--no-check]
-        [--no-dense] [--tune]
+        [--no-dense] [--tune] [--workload]
 
 64 query, 4 key/value and 4 index heads that share one index key, head and index size 128, blocks of
 128, top-16, bfloat16; index tensors also in float8_e4m3fn. Times are medians of CUDA-graph replays.
@@ -10,11 +10,13 @@ the L2 cache back; nothing else is written in between. The time is that of one c
 `same_inputs_ms` is the time where all calls of a graph read the same: up to 128K tokens the index
 keys come from L2 then. Batches lie in shuffled pages, with lengths around the nominal one and
 drafts of 8 queries. Dense is torch's best kernel of the same run, on contiguous keys of the nominal
-length. `choice` is the time of scores and top-k alone; --tune times other tiles of the attention.
+length. `choice` is the time of scores and top-k alone. `--tune` times other tiles of the attention,
+`--workload` the calls of MSA's public decode workload, weighted as there.
 """
 
 import argparse
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -43,10 +45,12 @@ from sparsify.kernels.select import decode_choice
 from sparsify.timing import time_call
 
 RESULTS = Path(__file__).parent / "results" / "msa_decode_h200.json"
+WORKLOAD = Path(__file__).parent / "data" / "msa_workload.json"
 HEADS, GROUPS, SIZE, BLOCK, TOPK = 64, 4, 128, 128, 16
 SIZES: dict[str, Any] = {"block_size": BLOCK, "topk": TOPK}
 REUSE_BYTES = 120 << 20  # more than twice the L2 cache
 LEAST_INPUTS = 4
+MOST_BYTES = 48 << 30  # of inputs
 CALLS = 16  # of a graph: its launch counts for little then
 SEED = 1701
 FLOAT8 = torch.float8_e4m3fn
@@ -127,9 +131,12 @@ def inputs(case: Case, seed: int) -> Inputs:
 
 
 def rotated(case: Case) -> list[Inputs]:
-    """As many inputs as lie between two uses of one."""
-    read = case.batch * case.tokens * SIZE * case.index_dtype.itemsize
-    return [inputs(case, seed) for seed in range(max(LEAST_INPUTS, -(-REUSE_BYTES // read)))]
+    """As many inputs as lie between two uses of one, and some more where memory has room."""
+    keys = case.batch * case.tokens
+    read = keys * SIZE * case.index_dtype.itemsize
+    room = MOST_BYTES // (read + 4 * keys * GROUPS * SIZE)
+    count = max(1, -(-REUSE_BYTES // read), min(LEAST_INPUTS, room))
+    return [inputs(case, seed) for seed in range(count)]
 
 
 def call_ms(run, several: list[Any], calls: int = CALLS) -> tuple[float, dict[str, Any]]:
@@ -279,6 +286,25 @@ def choice(several: list[Inputs]) -> float:
     return call_ms(choose, several)[0]
 
 
+def workload() -> dict[str, Any]:
+    """The calls of the public decode workload, as `ms` of a row, and their weighted mean."""
+    public = json.loads(WORKLOAD.read_text())
+    rows = []
+    for call in public["decode"]:
+        case = Case("", call["batch"], public["decode_queries"], call["keys"])
+        ms, _ = call_ms(attend, rotated(case))
+        rows.append({**call, "ms": ms})
+        print(f"{call['batch']:4} sequences of {call['keys']:7} keys {ms:9.4f} ms", flush=True)
+        torch.cuda.empty_cache()
+    weight = sum(row["weight"] for row in rows)
+    return {
+        "about": public["about"],
+        "rows": rows,
+        "weight": weight,
+        "weighted_mean_ms": sum(row["ms"] * row["weight"] for row in rows) / weight,
+    }
+
+
 def show(row: dict[str, Any]) -> None:
     print(
         f"{row['case']:14} {row['ms']:.4f} ms (choice {row['choice_ms']:.4f}; the same inputs "
@@ -304,12 +330,16 @@ def table(result: dict[str, Any]) -> None:
 def main() -> None:
     known = parser(__doc__, RESULTS, "128k,1m:fp8")
     known.add_argument("--tune", action="store_true")
+    known.add_argument("--workload", action="store_true")
     options = known.parse_args()
     names = None if options.cases is None else options.cases.split(",")
     cases = [case for case in CASES if names is None or case.name in names]
     results = Results(options.json, what=" ".join(__doc__.split("\n\n")[2].split()), rows=[])
     for case in cases:
         results.row(case.name, lambda case=case: with_dense(case, options), show)
+    if options.workload:
+        results.add("workload", workload)
+        results.keep()
     table(results.found)
 
 
