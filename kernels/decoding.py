@@ -14,7 +14,7 @@ from torch import Tensor
 from sparsify.kernels import tiling
 from sparsify.kernels.gpus import is_hopper_or_newer, processors
 from sparsify.kernels.layout import Layout, block_count, key_slots
-from sparsify.kernels.select.msa_tiles import terms_of
+from sparsify.kernels.select.msa_tiles import padded_size, terms_of
 from sparsify.kernels.tiling import padded
 
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "Call",
     "Tiles",
     "call_of",
+    "index_width",
     "is_exact",
     "readable",
     "row_strides",
@@ -145,11 +146,11 @@ def tiles_of(q: Tensor, v: Tensor, iq: Tensor, ik: Tensor, block: int, shared_by
     exact = is_exact(iq, ik)
     in_terms = terms_of(iq, ik) > 1
     item = 4 if exact else ik.element_size() if in_terms else max(iq.itemsize, ik.itemsize)
-    key = padded(iq.shape[3]) * item
+    key = index_width(iq, ik) * item
     rows = iq.shape[2] * (iq.shape[1] if ik.shape[1] == 1 else 1)
     # More than 32 rows of float8 would go to products that do not sum in float32.
     rows = min(padded(rows), 16 if exact else 32 if item == 1 or in_terms else 64)
-    columns = 16 if exact else 128 if padded(iq.shape[3]) <= 128 else 64
+    columns = 16 if exact else 128 if index_width(iq, ik) <= 128 else 64
     stages = 5 if item == 1 else 3
     while stages > 1 and stages * columns * key + rows * key > shared_bytes:
         stages -= 1
@@ -165,6 +166,11 @@ def tiles_of(q: Tensor, v: Tensor, iq: Tensor, ik: Tensor, block: int, shared_by
     ):
         buffers -= 1
     return Tiles(rows, columns, stages, 8 if exact else 4, width, buffers + 1)
+
+
+def index_width(iq: Tensor, ik: Tensor) -> int:
+    """Size of an index query in a tile; of two dtypes the wider one is multiplied."""
+    return padded_size(iq.shape[3], max(iq.itemsize, ik.itemsize))
 
 
 def is_exact(iq: Tensor, ik: Tensor) -> bool:

@@ -131,7 +131,7 @@ def decode_attention_fwd_kernel(
     m_M, l_L = tl.arange(0, M), tl.arange(0, LENGTH)
     d_D, v_V = tl.arange(0, DP), tl.arange(0, VP)
     head_M = g * GROUP + m_M
-    q_at = q_ptr + b * stride_qb + t * stride_qt
+    q_at = q_ptr + b * stride_qb + t.to(tl.int64) * stride_qt
     q_MD = tl.load(
         q_at + head_M[:, None] * stride_qh + d_D[None, :] * stride_qd,
         mask=(m_M < GROUP)[:, None] & (d_D < D)[None, :],

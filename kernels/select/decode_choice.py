@@ -13,6 +13,7 @@ from sparsify.kernels.decoding import (
     CHUNK,
     Call,
     call_of,
+    index_width,
     is_exact,
     readable,
     row_strides,
@@ -41,6 +42,9 @@ def choose(
 ) -> Tensor:
     """The lists that `msa_decode` attends, as `schemas.msa_select` gives them `[B, G, T, K]`."""
     call = call_of(iq, ik, ik, iq, ik, layout, block_size, topk, local)
+    width = list_width(call.slots, block_size, topk, local)
+    if not call.lists:
+        return iq.new_empty((*iq.shape[:3], width), dtype=torch.int32)
     layout = readable(layout)
     own_BT, count_B1 = _own_blocks(layout, call, iq.device)
     own, count = own_BT[:, :, None, None], count_B1[:, :, None, None]
@@ -55,7 +59,6 @@ def choose(
     number = number.masked_fill(number == own, _NO_BLOCK)
     last = own.expand(*shape[:3], 1)
     last = last.masked_fill((last < 0) | (last >= count), _NO_BLOCK)
-    width = list_width(call.slots, block_size, topk, local)
     lists = torch.cat([number, last], -1).sort(-1).values[..., :width]
     return lists.masked_fill(lists == _NO_BLOCK, -1).int().transpose(1, 2).contiguous()
 
@@ -121,7 +124,7 @@ def _score(iq: Tensor, ik: Tensor, order: Tensor, layout: Layout, call: Call) ->
     rows = call.queries * (call.groups if shared else 1)
     each = ik.shape[1] * block_count(rows, tiles.score_rows)
     shares, even = _shares(call, block_count(call.blocks, per), each)
-    by_tma = _fits_tma(ik, call.block, columns, layout.page_table is not None)
+    by_tma = _fits_tma(iq, ik, call.block, columns, layout.page_table is not None)
     decode_score_fwd_kernel[(each * shares,)](
         iq,
         descriptors.tiles(ik, columns) if by_tma else ik,
@@ -144,7 +147,7 @@ def _score(iq: Tensor, ik: Tensor, order: Tensor, layout: Layout, call: Call) ->
         SHARED=shared,
         BLOCK=call.block,
         D=iq.shape[3],
-        DP=padded(iq.shape[3]),
+        DP=index_width(iq, ik),
         M=tiles.score_rows,
         TILE_N=columns,
         TILES=parts,
@@ -180,8 +183,8 @@ def _shares(call: Call, steps: int, each: int) -> tuple[int, bool]:
     return min(shares, steps * call.batch), False
 
 
-def _fits_tma(ik: Tensor, block: int, columns: int, paged: bool) -> bool:
+def _fits_tma(iq: Tensor, ik: Tensor, block: int, columns: int, paged: bool) -> bool:
     """Whether descriptors can fetch tiles of index keys: aligned, and no tile beyond its block."""
     whole = block % columns == 0 or (columns % block == 0 and not paged)
-    fits = whole and padded(ik.shape[3]) == ik.shape[3]
+    fits = whole and index_width(iq, ik) == ik.shape[3]
     return fits and is_hopper_or_newer(ik.device) and is_bulk(ik)

@@ -103,7 +103,7 @@ def _index_keys(
         k_ND = tl.reshape(k_ND, [TILE_N, DP])
     else:
         d_D = tl.arange(0, DP)
-        base = ik + j * stride_kj
+        base = ik + j.to(tl.int64) * stride_kj
         if table_ptr is None:
             at_N = b * stride_kb + (origin + x_N).to(tl.int64) * stride_ks
         elif PER == 1:

@@ -163,9 +163,12 @@ def test_rows_without_keys_are_zero(path):
 
 @pytest.mark.parametrize(("batch", "queries", "keys"), [(0, 1, 9), (1, 0, 9), (2, 3, 0)])
 def test_empty_calls(batch, queries, keys):
-    out, lse = attend(case(batch=batch, queries=queries, keys=keys))
+    x = case(batch=batch, queries=queries, keys=keys)
+    out, lse = attend(x)
     assert out.shape == (batch, 4, queries, 16) and lse.shape == (batch, 4, queries)
     assert not out.any() and bool((lse == -INF).all())
+    lists = accelerated.msa_select(x.iq, x.ik, x.layout, **x.sizes)
+    assert torch.equal(lists, reference.msa_select(x.iq, x.ik, x.layout, **x.sizes))
 
 
 # Pages

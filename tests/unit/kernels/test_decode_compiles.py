@@ -76,6 +76,7 @@ CASES = {
     "128K": {},
     "1M": {"keys": 1 << 20},
     "128K float8": {"index_dtype": FLOAT8, "queries": 8},
+    "float8 of 16": {"index_dtype": FLOAT8, "index_size": 16, "size": 64, "heads": 8},
     "batch 8 of 100K in pages": {"paged": True, "batch": 8, "queries": 8, "keys": 102_400},
     "batch 128 of 10K in pages": {"paged": True, "batch": 128, "queries": 8, "keys": 10_240},
     "16 queries": {"queries": 16},
@@ -113,6 +114,15 @@ def test_kernels_spill_nothing_on_sm_90(name):
         assert "griddepcontrol" in kernel.asm["ptx"]
         if "float32" not in name and launch.name in (KERNELS[0], KERNELS[2]):
             assert "mma" in kernel.asm["ptx"], launch.name
+
+
+@pytest.mark.parametrize("name", ["7 heads, d80, masked", "blocks of 16, union"])
+def test_strides_are_multiplied_in_64_bits(name):
+    """32 index heads of 1M tokens are further apart than 2**31 numbers."""
+    for launch in case("sm_80", **CASES[name], queries=2)[::2]:  # those that read tensors
+        lines = compiled(launch, "sm_80").asm["ttir"].splitlines()
+        uses = [line for line in lines if "%stride_" in line and "tt.func" not in line]
+        assert len(uses) > 5 and all("arith.extsi" in line for line in uses), launch.name
 
 
 @pytest.mark.parametrize(
