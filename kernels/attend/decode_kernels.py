@@ -97,7 +97,7 @@ def _at(values_L, l_L, at):
     return tl.sum(tl.where(l_L == at, values_L, 0), 0)
 
 
-@triton.jit(do_not_specialize=["S", "pages"])
+@triton.jit(do_not_specialize=["stride_mb", "stride_tb", "S", "pages"])
 def decode_attention_fwd_kernel(
     q_ptr, k_ptr, v_ptr, best_ptr, part_ptr, stat_ptr, out_ptr, lse_ptr,
     kv_len_ptr, start_ptr, origin_ptr, mask_ptr, table_ptr,

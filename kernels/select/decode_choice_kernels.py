@@ -168,7 +168,7 @@ def _part_of(
     return b.to(tl.int64), begin, tl.minimum(begin + size, end)
 
 
-@triton.jit(do_not_specialize=["S", "N", "pages", "shares", "B"])
+@triton.jit(do_not_specialize=["stride_mb", "stride_tb", "S", "N", "pages", "shares", "B"])
 def decode_score_fwd_kernel(
     iq_ptr, ik, order_ptr,
     kv_len_ptr, start_ptr, origin_ptr, mask_ptr, table_ptr,

@@ -103,6 +103,17 @@ def test_cases_launch_what_they_are_for(name):
     assert names == list(KERNELS[:3] if whole_lists else KERNELS)
 
 
+@pytest.mark.parametrize("given", [{"masked": True}, {"paged": True}])
+def test_growing_caches_and_batches_share_kernels(given):
+    """A kernel more would be compiled in the middle of a text."""
+    sizes = [(5, 128 * 70), (7, 128 * 80), (8, 128 * 97), (8, 128 * 128)]
+    if "masked" in given:
+        sizes += [(6, 9001), (6, 9008)]
+    found = [{key(launch) for launch in case(batch=b, keys=n, **given)} for b, n in sizes]
+    assert all(keys == found[0] for keys in found)
+    assert {key(launch) for launch in case(batch=9, keys=9088, **given)} != found[0]
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_kernels_spill_nothing_on_sm_90(name):
     for launch in case(**CASES[name]):
