@@ -10,9 +10,9 @@ import triton
 from torch import Tensor
 
 from sparsify.kernels import tiling
-from sparsify.kernels.gpus import gluon
+from sparsify.kernels.gpus import gluon, processors
 from sparsify.kernels.placement import Placement
-from sparsify.kernels.select import msa_tiles
+from sparsify.kernels.select import descriptors, msa_tiles
 from sparsify.kernels.select.msa_scores import msa_scores_fwd_kernel
 from sparsify.kernels.select.msa_tiles import HOPPER_SCORES, ROW_STEP, Path, padded_rows, path
 from sparsify.kernels.select.msa_topk import (
@@ -341,13 +341,9 @@ class Index:
         }
 
     def _processors(self) -> int:
-        return msa_tiles.processors(self.iq.device)
+        return processors(self.iq.device)
 
     def _descriptor(self, columns: int) -> object:
-        from triton.tools.tensor_descriptor import TensorDescriptor
-
         if columns not in self.descriptors:
-            ik, block = self.ik, [1, 1, columns, self.ik.shape[3]]
-            made = TensorDescriptor(ik, list(ik.shape), list(ik.stride()), block)
-            self.descriptors[columns] = made
+            self.descriptors[columns] = descriptors.tiles(self.ik, columns)
         return self.descriptors[columns]

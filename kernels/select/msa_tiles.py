@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from sparsify.kernels.gpus import gluon
+from sparsify.kernels.gpus import capability, gluon, is_bulk
 from sparsify.kernels.placement import Placement
 from sparsify.kernels.tiling import HOPPER_SHARED, padded
 
@@ -17,14 +17,12 @@ __all__ = [
     "ROW_STEP",
     "Path",
     "ScoreTiles",
-    "capability",
     "fits_gluon",
     "fits_tma",
     "of_one_kind",
     "padded_rows",
     "padded_size",
     "path",
-    "processors",
     "score_tiles",
     "splits",
     "terms_of",
@@ -90,22 +88,6 @@ def fits_gluon(iq: Tensor, ik: Tensor, placement: Placement, block_size: int) ->
     if block_size != hopper.BLOCK or not (iq.dtype == ik.dtype or of_terms):
         return False
     return iq.shape[-1] in (64, 128) and bool(hopper.is_matrix(ik))
-
-
-@functools.cache
-def capability(device: torch.device) -> tuple[int, int] | None:
-    """Of an NVIDIA GPU; None for any other device."""
-    if device.type != "cuda" or torch.version.hip is not None:
-        return None
-    return torch.cuda.get_device_capability(device)
-
-
-@functools.cache
-def processors(device: torch.device) -> int:
-    """Multiprocessors of a GPU; an H200's where there is none."""
-    if device.type != "cuda":
-        return 132
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def padded_rows(rows: int) -> int:
@@ -189,9 +171,7 @@ def fits_tma(ik: Tensor, placement: Placement, block: int, tiles: ScoreTiles) ->
     if (capability(ik.device) or (0, 0))[0] < 9 or item == 4:
         return False
     whole = placement.plain and block * tiles.per == tiles.columns * tiles.parts
-    strides = all(x * item % 16 == 0 and x > 0 for x in ik.stride()[:3])
-    aligned = strides and ik.stride(3) == 1 and ik.data_ptr() % 16 == 0
-    return whole and aligned and padded_size(size, item) == size
+    return whole and is_bulk(ik) and padded_size(size, item) == size
 
 
 def _cdiv(a: int, b: int) -> int:

@@ -11,7 +11,7 @@ import torch
 from triton.runtime.interpreter import ReduceOps
 
 from sparsify.kernels.layout import Layout
-from sparsify.kernels.select import msa, msa_tiles
+from sparsify.kernels.select import msa
 from tests._util.index_lists import Keys, assert_choice, chosen, index_of, inputs
 
 NAN, INF = math.nan, math.inf
@@ -67,7 +67,7 @@ def test_many_blocks_in_segments(queries, local):
     x = inputs(groups=1, queries=queries, keys=queries + 60)
     whole = check(x, 1, 5, local)
     for processors in (1, 10**4):
-        with mock.patch.object(msa_tiles, "processors", lambda _, n=processors: n):
+        with mock.patch.object(msa, "processors", lambda _, n=processors: n):
             assert torch.equal(chosen(x, 1, 5, local), whole)
 
 
