@@ -9,14 +9,27 @@ from typing import NamedTuple
 
 import torch
 
-from sparsify.kernels import reference
+from sparsify.kernels import decoding, reference
 from sparsify.kernels.attend import decode
 from sparsify.kernels.gaps import msa_gaps
 from sparsify.kernels.layout import Layout
 from sparsify.kernels.select import decode_choice
 from tests._util.parity import Inputs, assert_attention
 
-__all__ = ["Case", "assert_choice", "attend", "case", "check", "in_pages"]
+__all__ = [
+    "LISTS",
+    "PLACES",
+    "WAYS",
+    "Case",
+    "assert_choice",
+    "attend",
+    "attend_by",
+    "case",
+    "check",
+    "in_pages",
+]
+
+PLACES, LISTS = WAYS = ("a program per place", "a program per list")
 
 
 class Case(NamedTuple):
@@ -105,6 +118,12 @@ def in_pages(x, seed=0, unused=3):
 
 def attend(x, **options):
     return decode.msa_decode(*x[:5], x.layout, **x.sizes, **options)
+
+
+def attend_by(way, monkeypatch):
+    """One of both ways to attend a list, however many there are."""
+    processors = {PLACES: 10**6, LISTS: 1}[way]
+    monkeypatch.setattr(decoding, "processors", lambda _: processors)
 
 
 def assert_choice(x):

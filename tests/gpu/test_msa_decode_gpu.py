@@ -16,7 +16,17 @@ from sparsify.kernels.attend import decode
 from sparsify.kernels.layout import Layout
 from sparsify.kernels.select import decode_choice
 from tests._util.index_lists import by_last_bits
-from tests._util.msa_decode import assert_choice, attend, case, check, in_pages
+from tests._util.msa_decode import (
+    LISTS,
+    PLACES,
+    WAYS,
+    assert_choice,
+    attend,
+    attend_by,
+    case,
+    check,
+    in_pages,
+)
 from tests._util.parity import same_bits
 
 DEVICE = "cuda"
@@ -54,11 +64,9 @@ def spread(x):
     return (2 * x.float()).round().clamp(-8, 8).to(x.dtype)
 
 
-@pytest.fixture(params=["a program per place", "a program per list"])
+@pytest.fixture(params=WAYS)
 def path(request, monkeypatch):
-    """Both ways to attend a list."""
-    count = 10**6 if "place" in request.param else 1
-    monkeypatch.setattr(decoding, "processors", lambda _: count)
+    attend_by(request.param, monkeypatch)
 
 
 # Parity
@@ -87,6 +95,11 @@ def test_dtypes(dtype, path):
 @pytest.mark.parametrize("queries", [1, 16])
 def test_index_tensors_of_other_dtypes(dtypes, queries):
     check(base(index_dtype=dtypes[0], key_dtype=dtypes[1], queries=queries))
+
+
+def test_short_index_vectors_of_eight_bits():
+    """Tensor cores take no fewer than 32 of their numbers."""
+    check(base(index_dtype=FP8, index_size=16, queries=2))
 
 
 @pytest.mark.parametrize("key_dtype", [BF16, FP16])
@@ -234,9 +247,9 @@ def test_a_row_does_not_depend_on_its_batch(queries):
 @pytest.mark.parametrize("dtype", [BF16, FP32])
 def test_both_ways_to_attend_a_list_give_the_same_bits(block, dtype, monkeypatch):
     x = base(batch=2, queries=3, block=block, dtype=dtype, kv_len=[8620, 1000])
-    monkeypatch.setattr(decoding, "processors", lambda _: 10**6)
+    attend_by(PLACES, monkeypatch)
     split = attend(x)
-    monkeypatch.setattr(decoding, "processors", lambda _: 1)
+    attend_by(LISTS, monkeypatch)
     assert same_bits(attend(x), split)
 
 
@@ -345,6 +358,15 @@ def test_keys_beyond_two_to_the_31_elements():
     ik = torch.zeros(pages, 1, 128, 128, dtype=BF16, device=DEVICE)
     ik[-len(x.ik) :] = x.ik
     assert same_bits(attend(x._replace(k=k, v=v, ik=ik, layout=layout)), attend(x))
+
+
+def test_index_heads_beyond_two_to_the_31_elements():
+    """By pointers: descriptors do not fetch blocks of 96 keys."""
+    x = base(heads=6, groups=3, index_heads=3, keys=960, block=96, topk=3)
+    numbers = torch.empty(2**31 + x.ik[0, 0].numel(), dtype=BF16, device=DEVICE)
+    far = numbers.as_strided(x.ik.shape, (128, 2**30, 128, 1))
+    far.copy_(x.ik)
+    assert same_bits(attend(x._replace(ik=far)), attend(x))
 
 
 def test_old_gpus_have_no_products_of_eight_bits(monkeypatch):

@@ -13,24 +13,22 @@ from sparsify.kernels.layout import Layout
 from sparsify.kernels.select import decode_choice
 from sparsify.kernels.selection import record_selection, replay_selection
 from tests._util.index_lists import by_last_bits
-from tests._util.msa_decode import attend, case, check, in_pages
+from tests._util.msa_decode import LISTS, PLACES, WAYS, attend, attend_by, case, check, in_pages
 from tests._util.parity import error, same_bits
 
 NAN, INF = math.nan, math.inf
 
 
-@pytest.fixture(params=["a program per place", "a program per list"])
+@pytest.fixture(params=WAYS)
 def path(request, monkeypatch):
-    """Both ways to attend a list."""
-    count = 10**6 if "place" in request.param else 1
-    monkeypatch.setattr(decoding, "processors", lambda _: count)
+    attend_by(request.param, monkeypatch)
 
 
-@pytest.fixture(params=["inside, a program per list", "union, a program per place"])
+@pytest.fixture(params=[("inside", LISTS), ("union", PLACES)], ids=", ".join)
 def local(request, monkeypatch):
     """Both rules, each with one way to attend a list."""
-    monkeypatch.setattr(decoding, "processors", lambda _: 10**6 if "place" in request.param else 1)
-    return request.param.split(",")[0]
+    attend_by(request.param[1], monkeypatch)
+    return request.param[0]
 
 
 @pytest.fixture
@@ -219,19 +217,19 @@ def test_equal_scores_go_to_the_lower_block(local):
 
 @pytest.mark.parametrize(("topk", "local"), [(2, "inside"), (4, "union"), (20, "inside")])
 def test_segments(topk, local, short_segments, monkeypatch):
-    monkeypatch.setattr(decoding, "processors", lambda _: 10**6)
+    attend_by(PLACES, monkeypatch)
     check(case(queries=2, keys=600, topk=topk, local=local))
 
 
 def test_segments_of_equal_scores(short_segments, monkeypatch):
-    monkeypatch.setattr(decoding, "processors", lambda _: 10**6)
+    attend_by(PLACES, monkeypatch)
     x = case(keys=600, topk=4)
     for ik in (torch.zeros_like(x.ik), x.ik.round().clamp(-1, 1)):
         check(x._replace(ik=ik))
 
 
 def test_chunks_of_one_program(short_segments, monkeypatch):
-    monkeypatch.setattr(decoding, "processors", lambda _: 1)
+    attend_by(LISTS, monkeypatch)
     check(case(queries=2, keys=600, topk=4))
 
 
@@ -347,9 +345,9 @@ def test_a_row_does_not_depend_on_its_batch(local):
 def test_both_ways_to_attend_a_list_give_the_same_bits(block, dtype, monkeypatch):
     x = case(batch=2, queries=3, block=block, keys=5 * block, topk=4, dtype=dtype, kv_len=[40, 66])
     x.k[1, :, 5] = -INF
-    monkeypatch.setattr(decoding, "processors", lambda _: 10**6)
+    attend_by(PLACES, monkeypatch)
     split = attend(x)
-    monkeypatch.setattr(decoding, "processors", lambda _: 1)
+    attend_by(LISTS, monkeypatch)
     assert same_bits(attend(x), split)
 
 
