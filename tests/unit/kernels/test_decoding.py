@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from sparsify.kernels import decoding
+from sparsify.kernels import decoding, gpus
 from sparsify.kernels.layout import Layout
 
 HOPPER, AMD = 227 << 10, 64 << 10
@@ -136,6 +136,47 @@ def test_of_two_dtypes_the_narrower_is_widened_or_queries_become_terms():
         assert decoding.terms_of(*pair(queries, torch.float16)) == 2
     assert decoding.terms_of(*pair(torch.float32, torch.bfloat16)) == 3
     assert decoding.terms_of(*pair(torch.bfloat16, torch.bfloat16)) == 1
+
+
+def test_eight_bits_take_as_many_numbers_as_tensor_cores_do():
+    def width(a, b, size):
+        return decoding.index_width(*(torch.empty(1, 1, 1, size, dtype=t) for t in (a, b)))
+
+    assert width(FLOAT8, FLOAT8, 16) == 32 and width(FLOAT8, FLOAT8, 40) == 64
+    assert width(FLOAT8, torch.float16, 16) == width(torch.float32, FLOAT8, 3) == 16
+
+
+@pytest.fixture
+def fresh():
+    """What was asked of GPUs is forgotten."""
+    gpus.capability.cache_clear()
+    yield
+    gpus.capability.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("capability", "newer", "hopper", "float8"),
+    [
+        ((8, 0), False, False, False),
+        ((8, 9), False, False, True),
+        ((9, 0), True, True, True),
+        ((12, 0), True, False, True),
+    ],
+)
+def test_what_a_gpu_has(capability, newer, hopper, float8, fresh, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setattr(torch.version, "hip", None)
+    device = torch.device("cuda", 0)
+    assert gpus.is_hopper_or_newer(device) == newer
+    assert (gpus.is_hopper(device), gpus.has_float8(device)) == (hopper, float8)
+
+
+def test_what_another_device_has(fresh, monkeypatch):
+    cpu, cuda = torch.device("cpu"), torch.device("cuda", 0)
+    assert gpus.has_float8(cpu) and not gpus.is_hopper_or_newer(cpu)
+    assert gpus.processors(cpu) == 132
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert not gpus.has_float8(cuda) and not gpus.is_hopper_or_newer(cuda)
 
 
 def test_a_mask_implies_the_origin():
