@@ -1,19 +1,29 @@
-"""How well the time model predicts runs that it has not seen; and the dense part of a calibration.
+"""How well the time model predicts runs that it has not seen; and two parts of a calibration.
 
-    python benchmarks/time_model.py [MEASUREMENTS.json] [--write CALIBRATION.json]
+    python benchmarks/time_model.py [MEASUREMENTS.json] [--into CALIBRATION.json]
 
 For every kernel of the file, efficiencies are fitted on every other run and the rest is predicted;
-errors are printed, whatever they are. `--write` saves what was measured of dense attention: per
-phase the kernel that is fastest in most runs, fitted on all its runs, with the error of the halves.
+errors are printed, whatever they are. `--into` puts these into a calibration, in place of entries
+of the same kind:
+
+* dense attention: per phase the kernel that is fastest in most runs, fitted on all its runs, with
+  the error of the halves;
+* decode steps of MSA, from `results/msa_decode_h200.json`, whose calls follow each other in a graph
+  as in a model: the choice of blocks fitted on single queries, the attention on all calls.
+  `sparsify bench --calibrate` writes over the L2 cache before each call, and what it wrote has to
+  leave the cache while the call reads, which counts in steps of some microseconds.
 """
 
 import argparse
 import json
 import statistics
-from collections import Counter
+from collections import Counter, defaultdict
 from pathlib import Path
 
-from sparsify.cost_model.fitting import fit, halves
+from predicted import decode_calls
+
+from sparsify.cost_model.calibrating import stage_run
+from sparsify.cost_model.fitting import Row, fit, halves
 from sparsify.cost_model.hardware import load_gpu
 from sparsify.cost_model.measurements import load_measurements, model_row
 from sparsify.files import write_text
@@ -58,25 +68,61 @@ def dense_families(measured, gpu):
     """Entries of a calibration for the dense phases."""
     for phase, family in FAMILIES.items():
         runs = measured.of(fastest(measured, phase), phase)
-        rows = [model_row(run, gpu) for run in runs]
-        seen, unseen = halves(rows)
-        whole = fit(rows)
         contexts = [run.workload.context_tokens for run in runs]
-        yield {
-            "family": family,
-            "kernel": runs[0].kernel,
-            "efficiency": round(whole.efficiency(family), 4),
-            "overhead_us": round(1e3 * whole.overhead_ms, 2),
-            "error": round(fit(seen).mean_error(unseen), 4),
-            "points": len(rows),
-            "contexts": [min(contexts), max(contexts)],
-        }
+        about = {"family": family, "kernel": runs[0].kernel}
+        yield about | fitted([model_row(run, gpu) for run in runs], family, contexts)
+
+
+def decode_families(gpu):
+    """Entries for the choice of blocks and the attention of MSA's decode steps."""
+    found = defaultdict(list)
+    for call, choice_ms in decode_calls():
+        about = (call.shape, call.workload, call.configuration)
+        times = {"msa_decode_attention": call.ms - choice_ms}
+        if call.workload.new_tokens == 1:
+            times["msa_decode_index"] = choice_ms
+        for family, ms in times.items():
+            run = stage_run(family, *about, ms, gpu, "sparsify", elements=call.elements)
+            found[run.key].append(run)
+    for (family, dtype, group, block), runs in sorted(found.items(), key=str):
+        runs.sort(key=lambda run: run.bound_ms)
+        sizes = {"dtype": dtype, "group_size": group, "block_size": block}
+        about = {"family": family, "kernel": "sparsify", **sizes}
+        rows = [Row({family: run.bound_ms}, run.ms) for run in runs]
+        entry = about | fitted(rows, family, [run.tokens for run in runs])
+        yield {name: value for name, value in entry.items() if value is not None}
+
+
+def fitted(rows, family, contexts):
+    """What a fit on all rows gives, with the error of the halves."""
+    seen, unseen = halves(rows)
+    whole = fit(rows)
+    return {
+        "efficiency": round(whole.efficiency(family), 4),
+        "overhead_us": round(1e3 * whole.overhead_ms, 2),
+        "error": round(fit(seen).mean_error(unseen), 4),
+        "points": len(rows),
+        "contexts": [min(contexts), max(contexts)],
+    }
+
+
+def put_into(path, entries):
+    """Entries take the places of those of the same kind, or come last."""
+    data = json.loads(Path(path).read_text())
+    found = {key(entry): entry for entry in data["families"]}
+    data["families"] = list((found | {key(entry): entry for entry in entries}).values())
+    write_text(path, json.dumps(data, indent=2) + "\n")
+
+
+def key(entry):
+    sizes = (entry.get("group_size"), entry.get("block_size"))
+    return (entry["family"], entry.get("dtype", "bf16"), *sizes)
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("measurements", nargs="?", default=RESULTS)
-    parser.add_argument("--write", metavar="CALIBRATION.json")
+    parser.add_argument("--into", metavar="CALIBRATION.json")
     args = parser.parse_args()
     measured = load_measurements(args.measurements)
     gpu = load_gpu(measured.gpu)
@@ -84,10 +130,8 @@ def main():
         runs = measured.of(kernel, phase)
         if len(runs) >= 6:
             report(runs, gpu)
-    if args.write:
-        data = {"schema": 1, "gpu": gpu.name, "date": measured.date, "software": measured.software}
-        data |= {"source": measured.what, "families": list(dense_families(measured, gpu))}
-        write_text(args.write, json.dumps(data, indent=2) + "\n")
+    if args.into:
+        put_into(args.into, [*dense_families(measured, gpu), *decode_families(gpu)])
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ are combined. With fewer than `SHORT_QUERIES` queries it is Q-outer, bound by th
 
 from __future__ import annotations
 
-from sympy import Expr, Min, ceiling
+from sympy import Expr, Max, Min, ceiling, floor
 
 from sparsify.cost_model import symbols as s
 from sparsify.cost_model.counts import TILE_ROWS, StageFormula
@@ -20,6 +20,8 @@ __all__ = ["SHORT_QUERIES", "decode", "index_flops", "index_key_bytes", "prefill
 
 # Below this many queries this package's kernels go query by query.
 SHORT_QUERIES = 33
+# Scores of few queries are shared out by segments of the keys, of so many blocks at least.
+SEGMENT_BLOCKS = 16
 
 _TOKENS = s.BATCH_SEQUENCES * s.NEW_TOKENS
 _QUERIES = _TOKENS * s.QUERY_HEADS
@@ -41,6 +43,12 @@ def _index_query_bytes() -> Expr:
 
 def _block_score_bytes(pairs: Pairs) -> Expr:
     return 4 * s.BATCH_SEQUENCES * s.INDEX_QUERY_HEADS * pairs.visible_blocks
+
+
+def _score_tiles() -> Expr:
+    rows = ceiling(s.NEW_TOKENS * s.INDEX_QUERY_HEADS / TILE_ROWS)
+    segments = floor(s.KEY_TOKENS / (SEGMENT_BLOCKS * s.BLOCK_TOKENS))
+    return s.BATCH_SEQUENCES * rows * Max(1, segments)
 
 
 def _make_index(learned: bool) -> StageFormula:
@@ -70,7 +78,7 @@ def prefill(learned: bool, short: bool = False, pairs: Pairs = EXACT) -> tuple[S
             flops=index_flops(pairs),
             dram_bytes=_index_query_bytes() + index_key_bytes() + scores,
             workspace_bytes=scores,
-            tiles=s.BATCH_SEQUENCES * ceiling(s.NEW_TOKENS * s.INDEX_QUERY_HEADS / TILE_ROWS),
+            tiles=_score_tiles(),
             on_index=learned,
         ),
         StageFormula(

@@ -7,7 +7,11 @@ import sys
 
 import pytest
 
-from sparsify.cost_model.calibration import Calibration, FamilyEfficiency
+from sparsify.cost_model.calibration import (
+    Calibration,
+    FamilyEfficiency,
+    packaged_calibration,
+)
 from sparsify.cost_model.configuration import DENSE, PUBLISHED
 from sparsify.cost_model.crossover import crossover_tokens
 from sparsify.cost_model.hardware import load_gpu
@@ -151,9 +155,10 @@ def test_dense_attention_has_its_own_memory():
 
 def test_what_is_not_known_of_attentions_share_is_in_the_range(tmp_path):
     text = (ROOT / "cost_model/gpus/h200-sxm-141gb.yaml").read_text()
-    bare = tmp_path / "bare.yaml"
+    whole, bare = tmp_path / "whole.yaml", tmp_path / "bare.yaml"  # no calibration serves either
+    whole.write_text(text)
     bare.write_text(text[: text.index("measured:")])
-    known, unknown = (estimate(QWEN, PROXY, gpu=gpu, context=2**17) for gpu in ("h200", str(bare)))
+    known, unknown = (estimate(QWEN, PROXY, gpu=str(gpu), context=2**17) for gpu in (whole, bare))
     spans = [row.end_to_end.high / row.end_to_end.low for row in (*known.rows, *unknown.rows)]
     assert spans[1] > 1.05 * spans[0]
     # With an equal range of attention's gain, only the share makes the difference.
@@ -164,11 +169,15 @@ def test_what_is_not_known_of_attentions_share_is_in_the_range(tmp_path):
 def test_the_crossover_is_that_of_a_layer():
     found = estimate(QWEN, PROXY, context=2**17)
     alone = crossover_tokens(
-        QWEN_HEADS, PROXY, H200, phase=Phase.PREFILL, hidden_size=5120, calibration=None
+        QWEN_HEADS,
+        PROXY,
+        H200,
+        phase=Phase.PREFILL,
+        hidden_size=5120,
+        calibration=packaged_calibration(H200),
     )
-    assert found.crossover_tokens == found.rows[0].crossover_tokens
-    assert 2**10 < found.crossover_tokens < 2**20
-    assert found.crossover_tokens == pytest.approx(alone, rel=0.35)  # without the calibration
+    assert found.crossover_tokens == found.rows[0].crossover_tokens == alone
+    assert 2**10 < alone < 2**20
 
 
 def test_below_the_crossover_dense_is_faster_and_above_it_is_not():

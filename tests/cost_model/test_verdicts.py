@@ -21,11 +21,16 @@ from tests._util.published_models import (
 NUMBER = r"(\d+\.\d\d)"
 
 
-def test_the_verdict_says_what_the_row_holds():
-    found = estimate(QWEN, PROXY, context=2**17)
+@pytest.mark.parametrize(
+    ("gpu", "known"),
+    [("H200-SXM-141GB", "is"), ("H100-SXM5-80GB", "is probably")],
+    ids=["calibrated", "range"],
+)
+def test_the_verdict_says_what_the_row_holds(gpu, known):
+    found = estimate(QWEN, PROXY, gpu=gpu, context=2**17)
     whole = found.rows[0].end_to_end
     said = re.fullmatch(
-        rf"MSA proxy 128/16: dense is probably faster below [\d,]+ tokens on H200-SXM-141GB; "
+        rf"MSA proxy 128/16: dense {known} faster below [\d,]+ tokens on {gpu}; "
         rf"at 128K expect {NUMBER}-{NUMBER}x end to end \(bound {NUMBER}x\)(.*)\.",
         found.verdict,
     )
