@@ -118,9 +118,9 @@ def test_there_is_none_without_hopper():
     """Neither on a CPU nor on AMD's GPUs is a capability asked for."""
     assert not shared_hopper.is_hopper(torch.device("cpu"))
     with mock.patch.object(torch.version, "hip", "7.0"):
-        shared_hopper.is_hopper.cache_clear()
+        gpus.capability.cache_clear()
         assert not shared_hopper.is_hopper(torch.device("cuda"))
-    shared_hopper.is_hopper.cache_clear()
+    gpus.capability.cache_clear()
 
 
 def test_a_triton_without_gluon_leaves_the_plain_kernel(monkeypatch):
