@@ -206,6 +206,13 @@ def test_few_queries_run_query_by_query():
     assert "combine" in stages(PUBLISHED[-1], many)
 
 
+def test_scores_of_few_queries_are_shared_out_by_keys():
+    rows = 512 * 4 // 128
+    long, short = prefill(512, prefix=2**17 - 512), prefill(512, prefix=1024)
+    assert stages(PUBLISHED[-1], long)["index scores"].tiles == rows * 2**17 // (16 * 128)
+    assert stages(PUBLISHED[-1], short)["index scores"].tiles == rows
+
+
 @pytest.mark.parametrize("configuration", (DENSE, *PUBLISHED), ids=lambda c: c.label)
 def test_chunks_write_the_caches_once(configuration):
     def caches(workload, formula):

@@ -187,6 +187,17 @@ def test_below_the_crossover_dense_is_faster_and_above_it_is_not():
     assert below.end_to_end.speedup <= 1
 
 
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+@pytest.mark.parametrize("configuration", [PROXY, LEARNED], ids=lambda c: c.label)
+@pytest.mark.parametrize("model", [LLAMA, QWEN, M3], ids=["group 4", "group 8", "group 16"])
+def test_msa_is_calibrated_on_an_h200_and_nowhere_else(model, configuration, phase):
+    options = {"context": 2**17, "phase": phase}
+    known = estimate(model, configuration, gpu="h200", **options).rows[0]
+    unknown = estimate(model, configuration, gpu="h100", **options).rows[0]
+    assert (known.sparse.time.source, unknown.sparse.time.source) == ("calibrated", "bound")
+    assert known.speedup.expected > 1
+
+
 def test_native_sparse_models_are_estimated_as_if_dense():
     row = estimate(M3, LEARNED, context=2**20).rows[0]
     assert row.layers["sparse"] == 60
