@@ -96,9 +96,11 @@ class LayerPlan:
         name = self._name
         if not isinstance(self.fqn, str) or not isinstance(self.reason, str):
             raise ArtefactError(f"Layer {name!r} of the plan needs a text fqn and reason.")
+        self._check_indexer()
         needed = ("ordinal", "min_context") + (("block_size", "topk") if self.sparse else ())
+        needed += ("index_dim",) if self.indexer == "learned" else ()
         for attr in needed:
-            least = 1 if attr in ("block_size", "topk") else 0
+            least = 0 if attr in ("ordinal", "min_context") else 1
             if not _is_int(getattr(self, attr), least):
                 raise ArtefactError(
                     f"Layer {name!r} of the plan has {attr} {getattr(self, attr)!r}; "
@@ -124,6 +126,18 @@ class LayerPlan:
                     f"Layer {self._name!r} of the plan has {attr} {getattr(self, attr)!r}; "
                     f"use one of {', '.join(str(a) for a in allowed)}."
                 )
+
+    def _check_indexer(self) -> None:
+        if self.indexer is not None and self.method != "msa":
+            raise ArtefactError(
+                f"Layer {self._name!r} of the plan has indexer {self.indexer!r}, which method "
+                f"{self.method!r} does not use."
+            )
+        if self.indexer != "learned" and self.index_dim is not None:
+            raise ArtefactError(
+                f"Layer {self._name!r} of the plan has index_dim {self.index_dim!r:.40}, which "
+                "only indexer 'learned' uses."
+            )
 
     @property
     def _name(self) -> str:

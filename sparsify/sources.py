@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from sparsify.errors import CaptureError, MissingExtraError, SparsifyError, UsageError
+from sparsify.exporters.folder import saved_again
 from sparsify.factories import call_factory, first_line, looks_like_factory
 from sparsify.files import check_utf8
 from sparsify.gguf_files import check_gguf
@@ -50,8 +51,8 @@ class LoadedModel:
     """A model in memory.
 
     `tokenizer` is None when the source holds none. `kind` "sparsified" is a folder that
-    `sparsify rewrite` wrote, loaded with its plan applied. `args` and `kwargs` are example inputs,
-    when a factory gave some.
+    `sparsify rewrite` or a rewritten model's `save_pretrained` wrote, loaded with its plan applied.
+    `args` and `kwargs` are example inputs, when a factory gave some.
     """
 
     model: torch.nn.Module
@@ -105,7 +106,8 @@ def load_model(
 
 
 def _load_folder(path: Path, name: str, want: _Wanted) -> LoadedModel:
-    if (path / "plan.json").is_file() and (path / "manifest.json").is_file():
+    written = (path / "plan.json").is_file() and (path / "manifest.json").is_file()
+    if written or saved_again(path):
         return _load_rewritten(path, name, want)
     config = _read_config(path)
     _check_weights(path)

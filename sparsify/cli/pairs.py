@@ -21,7 +21,7 @@ def load_pair(
     """
     rewritten = load_model(str(directory), with_tokenizer=with_tokenizer, progress=say)
     if rewritten.kind != "sparsified":
-        raise UsageError(f"{directory} was not written by `sparsify rewrite`: it has no plan.json.")
+        raise UsageError(f"{directory} was not written by `sparsify rewrite`: it holds no plan.")
     # The original in the same data type, or every number would differ by rounding.
     dtype = str(next(rewritten.model.parameters()).dtype).removeprefix("torch.")
     original = load_model(

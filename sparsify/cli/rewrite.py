@@ -81,6 +81,7 @@ class _Short:
     dense_last: str | None
     decode: DecodeMode | None
     indexer: Indexer | None
+    index_dim: str | None
 
 
 def rewrite(
@@ -116,6 +117,10 @@ def rewrite(
     indexer: Annotated[
         Indexer | None, typer.Option("--indexer", help="Where MSA's block scores come from.")
     ] = None,
+    index_dim: Annotated[
+        str | None,
+        typer.Option("--index-dim", metavar="N", help="Size of a learned indexer's vectors: 128."),
+    ] = None,
     host: Annotated[
         Host, typer.Option("--host", help="What the result is: a transformers model, or a graph.")
     ] = Host.AUTO,
@@ -132,7 +137,7 @@ def rewrite(
     """
     check_given(MODEL=model, **{"-o": output, "--policy": policy})
     check_settings()
-    short = _Short(method, block_size, topk, dense_last, decode, indexer)
+    short = _Short(method, block_size, topk, dense_last, decode, indexer, index_dim)
     wanted = _wanted(policy, plan, short)
     target = None if dry_run else _check_output(output, model, force)
     with streams.progress(stages=6) as say:
@@ -180,16 +185,20 @@ def _short_policy(short: _Short) -> Policy:
         raise UsageError(f"--method {short.method} needs {' and '.join(missing)}.")
     if short.indexer is not None and short.method is not MethodName.MSA:
         raise UsageError("--indexer belongs to --method msa.")
-    if short.indexer is Indexer.LEARNED:
-        raise UsageError(
-            "A learned indexer needs a policy file (and trained weights).", "Use --policy."
-        )
+    learned = short.indexer is Indexer.LEARNED
+    if learned and short.index_dim is None:
+        raise UsageError("--indexer learned needs --index-dim.", "MiniMax-M3 has --index-dim 128.")
+    if short.index_dim is not None and not learned:
+        raise UsageError("--index-dim belongs to --indexer learned.")
     method: dict[str, Any] = {
         "name": str(short.method),
         "block_size": parse_size(str(short.block_size), "--block-size"),
         "topk": parse_whole(str(short.topk), "--topk"),
         "decode": str(short.decode or DecodeMode.SPARSE),
     }
+    if learned:
+        size = parse_whole(str(short.index_dim), "--index-dim")
+        method |= {"indexer": "learned", "index_dim": size}
     dense_last = parse_whole(short.dense_last or "0", "--dense-last")
     return Policy.from_json({"method": method, "dense_last": dense_last})
 

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from sparsify.files import check_utf8, output_directory
-from sparsify.manifests import write_manifest
+from sparsify.manifests import MANIFEST, write_manifest
 from sparsify.plans import Plan
 from sparsify.report import SparsifyReport
 
-__all__ = ["artefact", "kind_of"]
+__all__ = ["artefact", "kind_of", "saved_again"]
 
 
 @contextmanager
@@ -51,3 +51,16 @@ def artefact(
 def kind_of(directory: Path) -> str:
     """Which loader a folder needs: "pt2" or "transformers"."""
     return "pt2" if (directory / "model.pt2").is_file() else "transformers"
+
+
+def saved_again(directory: Path) -> bool:
+    """Whether a rewritten transformers model was saved there by its own `save_pretrained`, as after
+    training: its config holds the plan, and nothing of what `artefact` writes is there."""
+    if any((directory / name).exists() for name in ("plan.json", MANIFEST)):
+        return False
+    try:
+        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return False
+    ours = config.get("sparsify") if isinstance(config, dict) else None
+    return isinstance(ours, dict) and "plan" in ours

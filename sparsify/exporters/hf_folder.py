@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 import transformers
 
 from sparsify.errors import ArtefactError
-from sparsify.exporters.folder import artefact
+from sparsify.exporters.folder import artefact, saved_again
 from sparsify.files import check_utf8
 from sparsify.hosts import transformers as host
 from sparsify.manifests import intact
@@ -32,7 +33,8 @@ def save(model: Any, directory: Path, **contents: Any) -> Path:
 
 
 def load(directory: Path, **options: Any) -> torch.nn.Module:
-    """Load a folder written by `save` and apply its plan.
+    """Load a folder written by `save`, or by a rewritten model's `save_pretrained`, which leaves no
+    manifest to hold the files against, and apply its plan.
 
     Args:
         options: passed to `from_pretrained`, e.g. `dtype`, `device_map`.
@@ -44,11 +46,12 @@ def load(directory: Path, **options: Any) -> torch.nn.Module:
     if not directory.is_dir():
         raise ArtefactError(f"There is no folder {directory}.")
     check_utf8(directory)
-    with intact(directory):
-        return _load(directory, options)
+    with contextlib.nullcontext() if saved_again(directory) else intact(directory):
+        model: torch.nn.Module = _load(directory, options)
+        return model
 
 
-def _load(directory: Path, options: dict[str, Any]) -> torch.nn.Module:
+def _load(directory: Path, options: dict[str, Any]) -> Any:
     config = _read_config(directory)
     if "plan" not in (config.get("sparsify") or {}):
         raise ArtefactError(f"{directory} holds no plan in its config.json.")
@@ -59,9 +62,11 @@ def _load(directory: Path, options: dict[str, Any]) -> torch.nn.Module:
             f"{directory} needs {name}, which transformers {transformers.__version__} lacks.",
             "Update transformers.",
         )
-    model: torch.nn.Module = cls.from_pretrained(
-        directory, local_files_only=True, **{"dtype": "auto", **options}
-    )
+    fixed = {"local_files_only": True, "use_safetensors": True, "output_loading_info": True}
+    model, told = cls.from_pretrained(directory, **{"dtype": "auto", **options, **fixed})
+    missing = sorted(told["missing_keys"])
+    if missing:
+        raise ArtefactError(f"{directory} lacks {len(missing)} weights, such as {missing[0]}.")
     if host.plan_of(model) is None:
         raise ArtefactError(f"The plan of {directory} could not be applied.")
     return model

@@ -8,6 +8,7 @@ parameters.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +22,7 @@ from sparsify.hosts.rotary import Rotary, rotary_of
 from sparsify.indexers import MSAIndexer, turning_columns
 from sparsify.plans import LayerPlan
 
-__all__ = ["NAME", "Known", "indexers_of", "insert", "new_indexer", "take_out"]
+__all__ = ["NAME", "Known", "check_room", "indexers_of", "insert", "new_indexer", "take_out"]
 
 NAME = "indexer"
 
@@ -36,6 +37,23 @@ def indexers_of(model: nn.Module) -> dict[str, MSAIndexer]:
         for name, module in model.named_modules()
         if isinstance(module, MSAIndexer)
     }
+
+
+def check_room(model: nn.Module, layers: Iterable[LayerPlan]) -> None:
+    """MiniMax-M3's dense layers say `indexer = None`, and call whatever is put there as one of
+    their own.
+
+    Raises:
+        CaptureError: layers that are to get a learned indexer have such an attribute.
+    """
+    taken = [layer.fqn for layer in layers if NAME in vars(model.get_submodule(layer.fqn))]
+    if taken:
+        more = f" (and {len(taken) - 1} more)" if len(taken) > 1 else ""
+        raise CaptureError(
+            f"{taken[0]}{more} has an attribute {NAME!r} of its own, not an indexer: a learned "
+            "one cannot be put there.",
+            "Keep it dense by a layer rule, or use indexer: proxy there.",
+        )
 
 
 def insert(
@@ -62,7 +80,10 @@ def insert(
         module.add_module(NAME, new)
         return
     if not is_native(own):
-        raise CaptureError(f"{layer.key} has an attribute {NAME!r} of its own, of another kind.")
+        raise CaptureError(
+            f"{layer.fqn} has an indexer of its own, of a kind that is not known.",
+            "Keep it dense by a layer rule, or use indexer: proxy there.",
+        )
     _check_native(own, layer)
     module.add_module(NAME, on_parameters_of(own))
 

@@ -29,7 +29,7 @@ from transformers import (
 from sparsify.errors import ArtefactError, CaptureError, UsageError
 from sparsify.hosts import index_files
 from sparsify.hosts.attention import FALLBACK, sparsify_attention
-from sparsify.hosts.indexers import indexers_of, insert, take_out
+from sparsify.hosts.indexers import check_room, indexers_of, insert, take_out
 from sparsify.hosts.masks import dense_implementation, sparsify_mask
 from sparsify.hosts.offering import offer, passes_keywords
 from sparsify.manifests import MANIFEST, check_file, intact
@@ -124,6 +124,8 @@ def apply(model: PreTrainedModel, plan: Plan, *, start_indexers: bool = True) ->
         raise CaptureError(f"{type(model).__name__} is not a transformers model.")
     modules = dict(model.named_modules())
     _check_reachable(model, modules, plan)
+    learned = [layer for layer in plan.rewritten if layer.indexer == "learned"]
+    check_room(model, learned)
     previous, known = model.config._attn_implementation, indexers_of(model)
     if previous == NAME:
         previous = dense_implementation(model.config)
@@ -136,9 +138,8 @@ def apply(model: PreTrainedModel, plan: Plan, *, start_indexers: bool = True) ->
     # dense without a word.
     model.config.attn_implementation = NAME
     try:
-        for layer in plan.rewritten:
-            if layer.indexer == "learned":
-                insert(model, layer, known.get(layer.fqn), start_it=start_indexers)
+        for layer in learned:
+            insert(model, layer, known.get(layer.fqn), start_it=start_indexers)
     except CaptureError:
         _strip(model, previous)
         raise

@@ -32,7 +32,8 @@ def test_the_verbs_are_these(cli):
     options = {
         "inspect": ["--seq", "--explain", "--json", "--debug", "--dtype"],
         "rewrite": ["--policy", "--plan", "--method", "--block-size", "--topk", "--dense-last",
-                    "--decode", "--indexer", "-o", "--dry-run", "--force", "--json", "--dtype"],
+                    "--decode", "--indexer", "--index-dim", "-o", "--dry-run", "--force",
+                    "--json", "--dtype"],
         "verify": ["--against", "--prompts", "--seq", "--checks", "--dump-selection", "--json"],
         "estimate": ["--gpu", "--context", "--phase", "--batch", "--policy", "--plan",
                      "--tensor-parallel", "--kv-dtype", "--index-dtype", "--calibration",

@@ -15,6 +15,9 @@ from sparsify.report import SparsifyReport
 from tests._util.tiny_gguf import write_gguf
 from tests.cli.conftest import MOBA
 
+MSA = ("--method", "msa", *MOBA[2:])
+
+
 WORDS = ("plan.json", "report.json", "manifest.json", "config.json", "model.safetensors")
 
 
@@ -75,6 +78,13 @@ def test_methods_and_their_options(cli, llama, tmp_path, method):
         assert (layer.method, layer.block_size, layer.topk) == (method, 8, 1)
         assert layer.decode == "dense"
         assert layer.indexer == ("proxy" if method == "msa" else None)
+
+
+def test_a_learned_indexer_by_options_alone(cli, llama, tmp_path):
+    words = (*MSA, "--indexer", "learned", "--index-dim", "12")
+    assert cli("rewrite", llama, *words, "-o", tmp_path / "out")[0] == 0
+    for layer in Plan.load(tmp_path / "out" / "plan.json"):
+        assert (layer.method, layer.indexer, layer.index_dim) == ("msa", "learned", 12)
 
 
 def test_a_policy_file_and_then_its_plan(cli, llama, tmp_path):
@@ -182,7 +192,11 @@ def test_other_models_are_no_transformers_models_and_need_inputs(cli, factories,
         ((*MOBA, "--dense-last", "-1"), ["dense_last -1"]),
         ((*MOBA, "--indexer", "proxy"), ["--indexer belongs to --method msa"]),
         ((*MOBA, "--decode", "x"), ["'x'", "'sparse'"]),
-        (("--method", "msa", *MOBA[2:], "--indexer", "learned"), ["policy file"]),
+        ((*MSA, "--indexer", "learned"), ["--indexer learned needs --index-dim"]),
+        ((*MSA, "--index-dim", "8"), ["--index-dim belongs to --indexer learned"]),
+        ((*MSA, "--indexer", "proxy", "--index-dim", "8"), ["belongs to --indexer learned"]),
+        ((*MSA, "--indexer", "learned", "--index-dim", "0"), ["index_dim is 0"]),
+        ((*MSA, "--indexer", "learned", "--index-dim", "x"), ["--index-dim", "'x'"]),
         ((*MOBA, "--dtype", "int8"), ["'int8'"]),
     ],
 )

@@ -11,6 +11,7 @@ import sparsify as sp
 from sparsify.errors import ArtefactError
 from sparsify.hosts import transformers as host
 from sparsify.hosts.indexers import indexers_of
+from sparsify.sources import load_model
 from tests._util.tiny_models import build, inspected, tokens
 
 POLICY = sp.Policy.msa(block_size=8, topk=2, indexer="learned", index_dim=8)
@@ -58,6 +59,32 @@ def test_sharded_folders_and_those_without_a_manifest(tmp_path):
     assert (tmp_path / "model.safetensors.index.json").is_file()
     again = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert torch.equal(logits(again, ids), logits(result.model, ids))
+
+
+def test_what_save_pretrained_wrote_is_a_rewritten_model_everywhere(tmp_path):
+    result, ids = trained(), tokens(1, 60)
+    result.model.save_pretrained(tmp_path)
+    assert torch.equal(logits(sp.load(tmp_path), ids), logits(result.model, ids))
+    found = load_model(str(tmp_path))
+    assert found.kind == "sparsified" and host.plan_of(found.model) == result.plan
+    weights = load_file(tmp_path / "model.safetensors")
+    lost = weights.pop("model.layers.1.self_attn.q_proj.weight")
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ArtefactError, match=r"lacks 1 weights, such as .*q_proj"):
+        sp.load(tmp_path)
+    assert lost is not None
+
+
+def test_a_folder_without_a_plan_is_no_rewritten_model(tmp_path):
+    build("llama").save_pretrained(tmp_path)
+    assert load_model(str(tmp_path)).kind == "hf"
+    with pytest.raises(ArtefactError):
+        sp.load(tmp_path)
+    result = trained()
+    result.model.save_pretrained(tmp_path)
+    (tmp_path / "plan.json").write_text(json.dumps(result.plan.to_json()))
+    with pytest.raises(ArtefactError, match=r"manifest\.json"):  # half of what an export writes
+        sp.load(tmp_path)
 
 
 def test_transformers_tells_of_no_unexpected_weights(tmp_path):

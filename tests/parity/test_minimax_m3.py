@@ -7,6 +7,8 @@ ties to show the difference. With padding on the left it compares slots with pos
 tokens from themselves, so it is no example there.
 """
 
+import dataclasses
+
 import pytest
 import torch
 import transformers as tf
@@ -216,6 +218,23 @@ def test_plans_of_other_sizes_are_refused(fields):
         ours(model, **fields)
     with pytest.raises(CaptureError, match="3 local blocks"):
         ours(build(index_local_blocks=3))
+
+
+def test_a_dense_layer_among_them_takes_no_learned_indexer():
+    model, ids = build("sdpa"), tokens(1, 61)
+    wanted = logits(model, ids)
+    layers = [dataclasses.replace(p, method="msa", status="rewritten") for p in plan_for(model)]
+    sizes = dict(block_size=SIZE, topk=TOPK)
+    learned = dataclasses.replace(layers[0], **sizes, indexer="learned", index_dim=WIDTH)
+    made = host.copy_sharing_weights(model)
+    with pytest.raises(CaptureError, match=r"layers\.0\.self_attn has an attribute 'indexer'"):
+        host.apply(made, Plan((learned, *layers[1:])))
+    assert torch.equal(logits(made, ids), wanted) and host.plan_of(made) is None
+    proxy = dataclasses.replace(layers[0], **sizes, indexer="proxy")
+    host.apply(made, Plan((proxy, *layers[1:])))
+    logits(made, ids)
+    counts = host.call_counts(made)
+    assert all(set(counts[f"model.layers.{n}.self_attn"]) == {"sparse"} for n in range(3))
 
 
 def test_restoring_gives_the_own_indexers_back():

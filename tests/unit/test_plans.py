@@ -9,6 +9,7 @@ from sparsify.plans import PLAN_SCHEMA, LayerPlan, Plan
 
 LAYER = LayerPlan("layers.0", 0, "moba", "rewritten", "by policy", 8, 2)
 PLAN = Plan((LAYER,), {}, "m")
+LEARNED = {"method": "msa", "indexer": "learned", "index_dim": 16}
 
 
 @pytest.mark.parametrize(
@@ -26,6 +27,13 @@ PLAN = Plan((LAYER,), {}, "m")
         ({"layers": [LAYER.to_json() | {"topk": 0}]}, "from 1 to 2147483647"),
         ({"layers": [LAYER.to_json() | {"topk": 2**31}]}, "from 1 to 2147483647"),
         ({"layers": [LAYER.to_json() | {"block_size": 2**31}]}, "from 1 to 2147483647"),
+        *(
+            ({"layers": [LAYER.to_json() | LEARNED | {"index_dim": size}]}, "index_dim")
+            for size in (None, 0, -3, "16", 2.0, True, 2**31)
+        ),
+        ({"layers": [LAYER.to_json() | {"indexer": "learned"}]}, "'moba' does not use"),
+        ({"layers": [LAYER.to_json() | LEARNED | {"indexer": "proxy"}]}, "only indexer 'learned'"),
+        ({"layers": [LAYER.to_json() | {"index_dim": 8}]}, "only indexer 'learned'"),
     ],
 )
 def test_wrong_plans_are_refused_by_name(tmp_path, change, message):
@@ -36,7 +44,7 @@ def test_wrong_plans_are_refused_by_name(tmp_path, change, message):
     assert message in str(caught.value) and str(path) in str(caught.value)
 
 
-@pytest.mark.parametrize("change", [{}, {"topk": 2**31 - 1}, {"block_size": 2**31 - 1}])
+@pytest.mark.parametrize("change", [{}, {"topk": 2**31 - 1}, {"block_size": 2**31 - 1}, LEARNED])
 def test_right_plans_are_read(tmp_path, change):
     path = tmp_path / "plan.json"
     wanted = Plan((LayerPlan.from_json(LAYER.to_json() | change),), {}, "m")
