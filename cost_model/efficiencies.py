@@ -80,8 +80,8 @@ _PREFILL_MSA = Range(
     0.08,
     0.50,
     "Triton kernels of SGLang 0.08-0.24, of vLLM 0.26-0.44 (aiconfigurator @095f58a); 0.50 at 1M "
-    "tokens on H800 (arXiv 2606.13392); this package's kernels do better, 0.55 at 128K and 0.86 at 1M "
-    "tokens on one H200 against FlashAttention-3",
+    "tokens on H800 (arXiv 2606.13392); this package's kernels do better, 0.55 at 128K and 0.86 at "
+    "1M tokens on one H200 against FlashAttention-3",
 )
 _DECODE = Range(
     0.65,
