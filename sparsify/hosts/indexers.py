@@ -50,8 +50,8 @@ def check_room(model: nn.Module, layers: Iterable[LayerPlan]) -> None:
     if taken:
         more = f" (and {len(taken) - 1} more)" if len(taken) > 1 else ""
         raise CaptureError(
-            f"{taken[0]}{more} has an attribute {NAME!r} of its own, not an indexer: a learned "
-            "one cannot be put there.",
+            f"{taken[0]}{more} has an attribute {NAME!r} that is no indexer, so a learned one "
+            "cannot be put there.",
             "Keep it dense by a layer rule, or use indexer: proxy there.",
         )
 
