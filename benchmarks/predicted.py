@@ -5,7 +5,7 @@
 Attention alone from `results/{msa,msa_decode,moba}_h200.json`, whole models from
 `results/prefill_h200.json`, by the packaged calibration. Of these runs it has seen the decode steps
 of MSA alone (`time_model.py`), so the rest tests it. Ranges are mean errors of fits; where one does
-not hold what was measured, `OUTSIDE` says why.
+not hold what was measured, `OUTSIDE` says why; "probably" is what no measurement has shown apart.
 """
 
 import argparse
@@ -55,26 +55,26 @@ OUTSIDE = (
     (
         "MSA prefill",
         "short",
-        "the model counts every query that a block gathers as read from memory; 512 of them stay "
-        "in the L2 cache",
+        "the model counts every query that a block gathers as read from memory; 512 of them "
+        "probably stay in the L2 cache",
     ),
     (
         "MSA prefill",
         "whole",
-        "stages were timed one by one, for a fraction of a second, up to 256K tokens; a prefill "
-        "of that length takes 3% longer than its chunks",
+        "stages were timed one by one, up to 256K tokens; a whole prefill takes some 3% longer "
+        "than its chunks, by a line through theirs, the rest is not known",
     ),
     ("MSA decode", "32k", "the range is a mean error, of few runs"),
     (
         "MSA decode",
         "8x8x",
-        "calibrated on one query per sequence; choosing for several takes longer by 8-bit keys",
+        "the choice is calibrated on one query per sequence, and takes longer for several",
     ),
     (
         "MSA decode",
         "128x8x",
         "eight queries choose more blocks than the sequence has, and the model counts each block "
-        "once; the kernel fetches it for each query",
+        "once; the kernel fetches it for each query, probably from the L2 cache",
     ),
     (
         "MoBA prefill",
@@ -89,7 +89,8 @@ OUTSIDE = (
     (
         "model speed-up",
         "moba",
-        "eager PyTorch takes longer beside attention than products and passes over activations",
+        "eager PyTorch probably takes longer beside attention than products and passes over "
+        "activations; timed a day before the calibration",
     ),
     ("model speed-up", "kimi-1m", "measured against cuDNN, predicted against FlashAttention-3"),
 )
