@@ -240,7 +240,7 @@ def test_an_observer_sees_what_the_blocks_are_chosen_by():
 def test_a_module_with_another_indexer_is_refused_and_left_alone():
     model = build("llama")
     model.model.layers[1].self_attn.indexer = torch.nn.Linear(2, 2)
-    with pytest.raises(CaptureError, match="of another kind"):
+    with pytest.raises(CaptureError, match="of a kind that is not known"):
         host.apply(model, plan_for(model, "msa", **LEARNED))
     assert model.config._attn_implementation == "sdpa" and indexers_of(model) == {}
 
