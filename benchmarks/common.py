@@ -134,6 +134,13 @@ def against_dense(q, k, v, tokens, ms, repeats) -> dict[str, Any]:
     }
 
 
+def weighted(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Calls of a workload and their mean, weighted as there."""
+    weight = sum(row["weight"] for row in rows)
+    mean_ms = sum(row["ms"] * row["weight"] for row in rows) / weight
+    return {"rows": rows, "weight": weight, "weighted_mean_ms": mean_ms}
+
+
 def tokens_of(context: str) -> int:
     """The number of tokens that "32k" or "1m" says."""
     return int(context[:-1]) << {"k": 10, "m": 20}[context[-1]]

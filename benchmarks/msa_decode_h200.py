@@ -33,6 +33,7 @@ from common import (
     poisoned,
     relative,
     timing,
+    weighted,
 )
 from torch.nn.attention import sdpa_kernel
 
@@ -296,13 +297,7 @@ def workload() -> dict[str, Any]:
         rows.append({**call, "ms": ms})
         print(f"{call['batch']:4} sequences of {call['keys']:7} keys {ms:9.4f} ms", flush=True)
         torch.cuda.empty_cache()
-    weight = sum(row["weight"] for row in rows)
-    return {
-        "about": public["about"],
-        "rows": rows,
-        "weight": weight,
-        "weighted_mean_ms": sum(row["ms"] * row["weight"] for row in rows) / weight,
-    }
+    return {"about": public["about"], **weighted(rows)}
 
 
 def show(row: dict[str, Any]) -> None:

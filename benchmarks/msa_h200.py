@@ -34,6 +34,7 @@ from common import (
     timing,
     tokens_of,
     tokens_outermost,
+    weighted,
 )
 
 from sparsify.kernels import accelerated, reference
@@ -187,14 +188,8 @@ def workload() -> dict[str, Any]:
         rows.append({**call, "ms": ms})
         print(f"{call['queries']:6} queries over {call['keys']:7} keys {ms:9.3f} ms", flush=True)
         torch.cuda.empty_cache()
-    weight = sum(row["weight"] for row in rows)
-    return {
-        "about": public["about"],
-        "rows": rows,
-        "weight": weight,
-        "weight_of_all": public["prefill_weight_of_all"],
-        "weighted_mean_ms": sum(row["ms"] * row["weight"] for row in rows) / weight,
-    }
+    of_all = public["prefill_weight_of_all"]
+    return {"about": public["about"], "weight_of_all": of_all, **weighted(rows)}
 
 
 def show(row: dict[str, Any]) -> None:

@@ -5,7 +5,8 @@ and top-k), reverse index, KV-outer attention, combine with the own block; with 
 reverse index and KV-outer attention give way to one program per query and block. Where top-k covers
 every block, the combine alone does it, and a decode step of MSA has kernels of its own. Stages work
 on slices (some lists, or some queries), so that scratch memory stays below `workspace_bytes` at any
-length. Nothing waits for the device.
+length; a decode step is not cut, and takes 4 bytes for each block of a query and group. Nothing
+waits for the device.
 
 Backward passes choose by these kernels and differentiate by the reference.
 """

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from sparsify.kernels.select.msa_scores import largest, sorting_number
 from sparsify.kernels.select.query_terms import row_terms, sum_of_products
 
 __all__ = [
@@ -30,7 +31,6 @@ __all__ = [
 ]
 
 NONE32 = tl.constexpr(-0x80000000)
-NAN32 = tl.constexpr(-0x7FFFFFFF)
 NONE64 = tl.constexpr(-0x7FFFFFFFFFFFFFFF)
 NO_BLOCK = tl.constexpr(0x7FFFFFFF)
 FAR = tl.constexpr(0x3FFFFFFF)
@@ -69,19 +69,6 @@ def page_of(table_ptr, stride_tb, b, c, inside, pages):
     """The page that holds block `c`; entries that name none read another one."""
     page = tl.load(table_ptr + b * stride_tb + c, mask=inside, other=0)
     return tl.minimum(tl.maximum(page, 0), pages - 1).to(tl.int64)
-
-
-@triton.jit
-def _larger(a, b):
-    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
-
-
-@triton.jit
-def _order(x):
-    """Whole numbers that sort as float32 scores do; equal zeros, NaN below -inf."""
-    bits = (x + 0.0).to(tl.int32, bitcast=True)
-    order = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    return tl.where(x == x, order, NAN32)
 
 
 @triton.jit
@@ -244,11 +231,11 @@ def decode_score_fwd_kernel(
         if UNION:
             seen_MN = seen_MN & (x_N[None, :] <= p_M[:, None])
         x_MN = tl.where(seen_MN, x_MN, float("-inf"))
-        new_MP = tl.reduce(tl.reshape(x_MN, [M, PER, TILE_N // PER]), 2, _larger)
+        new_MP = tl.reduce(tl.reshape(x_MN, [M, PER, TILE_N // PER]), 2, largest)
         if TILES > 1:
-            new_MP = tl.where(tile == 0, new_MP, _larger(best_MP, new_MP))
+            new_MP = tl.where(tile == 0, new_MP, largest(best_MP, new_MP))
             best_MP = new_MP
-        order_MP = _order(new_MP)
+        order_MP = sorting_number(new_MP)
         if mask_ptr is not None or UNION:
             there_MP = tl.max(tl.reshape(seen_MN.to(tl.int32), [M, PER, TILE_N // PER]), 2)
             if TILES > 1:
