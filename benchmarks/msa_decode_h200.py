@@ -10,7 +10,8 @@ the L2 cache back; nothing else is written in between. The time is that of one c
 `same_inputs_ms` is the time where all calls of a graph read the same: up to 128K tokens the index
 keys come from L2 then. Batches lie in shuffled pages, with lengths around the nominal one and
 drafts of 8 queries. Dense is torch's best kernel of the same run, on contiguous keys of the nominal
-length. `choice` is the time of scores and top-k alone. `--tune` times other tiles of the attention,
+length. `choice` is the time of the kernels before the attention: scores, and top-k where programs
+of the attention do not rank the blocks themselves. `--tune` times other tiles of the attention,
 `--workload` the calls of MSA's public decode workload, weighted as there.
 """
 
@@ -158,9 +159,12 @@ def attend(x: Inputs):
 
 
 def choose(x: Inputs):
-    """Scores and top-k alone, as `attend` starts them."""
+    """The kernels before the attention, as `attend` starts them."""
     call = decoding.call_of(*x, BLOCK, TOPK, "inside")
-    return decode_choice.best_blocks(x.iq, x.ik, x.layout, call, call.segments)
+    scores = decode_choice.scored(x.iq, x.ik, x.layout, call)
+    if call.ranked:
+        return scores
+    return decode_choice.best_blocks(scores, x.layout, call, call.segments)
 
 
 def check(x: Inputs) -> dict[str, Any]:

@@ -34,6 +34,7 @@ __all__ = [
 
 CHUNK = 512  # blocks that one program ranks at once, at most
 LEAST_CHUNK = 128
+LEAST_RANKED, MOST_RANKED = 128, 2048  # blocks of a row that every program of a place ranks
 MOST_PLACES = 256
 _FULL = 0.85  # share of the last wave of programs that should be busy
 _WAVES = 6  # of which the last one matters little
@@ -94,6 +95,18 @@ class Call:
     def chunk(self) -> int:
         """Blocks that one program ranks at once where a row has several segments."""
         return max(min(padded(self.blocks) // 8, CHUNK), LEAST_CHUNK, self.length)
+
+    @property
+    def per_place(self) -> int:
+        """Multiprocessors for each place where every place gets a program; 0 if fewer than one."""
+        return 0 if self.one_program else self.sm_count // (self.lists * (self.chosen + 1))
+
+    @property
+    def ranked(self) -> int:
+        """Numbers among which every program of a place finds that place; 0 where a kernel before
+        it ranks the row."""
+        numbers = max(padded(self.blocks), LEAST_RANKED, self.length)
+        return numbers if self.per_place and numbers <= MOST_RANKED else 0
 
     @property
     def segments(self) -> int:

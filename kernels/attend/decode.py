@@ -1,8 +1,9 @@
-"""MSA for a few queries over a cache, contiguous or in pages: every stage in at most four kernels.
+"""MSA for a few queries over a cache, contiguous or in pages: three kernels, rarely four.
 
-Scores of all blocks, the best of each segment, attention, and a merge where lists are so few that
-every place gets a program of its own. With more lists a program walks over a whole one and there is
-nothing to merge. Both round alike, and choices are exact, so a row does not depend on its batch.
+Scores of all blocks, attention, and a merge where lists are so few that every place gets a program
+of its own, which finds that place in the scores. With more lists their blocks are ranked by a
+kernel, then a program walks over a whole list and there is nothing to merge. Both round alike, and
+choices are exact, so a row does not depend on its batch.
 
 Nothing waits for the device and grids follow from shapes alone: a captured graph may be replayed
 with other lengths, origins and pages.
@@ -27,7 +28,7 @@ from sparsify.kernels.attend.decode_kernels import (
 from sparsify.kernels.decoding import MOST_PLACES, Call, call_of, readable, row_strides, starts
 from sparsify.kernels.gpus import has_float8
 from sparsify.kernels.layout import Layout, block_count, key_slots
-from sparsify.kernels.select.decode_choice import best_blocks, choose
+from sparsify.kernels.select.decode_choice import best_blocks, choose, scored
 from sparsify.kernels.tiling import padded
 
 __all__ = ["MOST_QUERIES", "choice_unsupported", "chooser", "msa_decode", "unsupported"]
@@ -37,6 +38,7 @@ _FLOAT8 = torch.float8_e4m3fn
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _MOST_GROUP = 64
 _MOST_HEAD_DIM = 256
+_LEAST_SLICE = 64  # columns of the values
 _UNROLLED = 40  # places that the merge reads all at once
 
 
@@ -141,7 +143,9 @@ def msa_decode(
     if not out.numel() or not call.slots or not k.shape[0]:
         return out.zero_(), lse.fill_(float("-inf"))
     layout = readable(layout)
-    best = None if call.every else best_blocks(iq, ik, layout, call, call.segments)
+    best = None if call.every else scored(iq, ik, layout, call)
+    if best is not None and not call.ranked:
+        best = best_blocks(best, layout, call, call.segments)
     _attend(q, k, v, best, layout, call, scale_log2(q, scale), out, lse)
     return out, lse
 
@@ -166,7 +170,8 @@ def _attend(
     same: dict[str, object] = {"T": call.queries, "GROUPS": call.groups, "GROUP": group, "M": rows}
     columns = call.tiles.columns
     parts = block_count(call.block, columns)
-    decode_attention_fwd_kernel[(call.lists * (places if split else 1),)](
+    slices = 2 if call.per_place >= 2 and padded(v.shape[3]) >= 2 * _LEAST_SLICE else 1
+    decode_attention_fwd_kernel[(call.lists * (places * slices if split else 1),)](
         q,
         k,
         v,
@@ -186,6 +191,7 @@ def _attend(
         *row_strides(layout),
         factor,
         call.slots,
+        call.blocks,
         k.shape[0],
         **same,
         **sizes,
@@ -193,13 +199,15 @@ def _attend(
         CHOSEN=call.chosen,
         LENGTH=call.length,
         SEGMENTS=0 if best is None else call.segments,
+        RANKED=0 if best is None else call.ranked,
         TILE_N=columns,
         TILES=parts,
         STAGES=min(call.tiles.stages, parts + 1) if split else call.tiles.stages,
         UNION=call.union,
         SPLIT=split,
+        SLICES=slices,
         EXACT_DOT=q.dtype == torch.float32,
-        **starts(call, first=best is None),
+        **starts(call, first=best is None, warps=8 if call.per_place else 4),
     )
     if split:
         decode_merge_fwd_kernel[(call.lists * group,)](

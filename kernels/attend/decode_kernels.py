@@ -20,6 +20,7 @@ from sparsify.kernels.select.decode_choice_kernels import (
     best_numbers,
     page_of,
     past_end,
+    place_of,
     span_of,
 )
 
@@ -54,14 +55,15 @@ def _log_sum(top, total, scale_log2):
 
 @triton.jit
 def _tile_of(
-    q_MD, k_ptr, v_ptr, mask_ptr, b, g, c, page, tile, origin, reach,
+    q_MD, k_ptr, v_ptr, mask_ptr, b, g, c, page, tile, origin, reach, v_V,
     stride_kb, stride_kg, stride_ks, stride_kd, stride_vb, stride_vg, stride_vs, stride_vd,
     stride_mb, scale_log2,
-    BLOCK: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, V: tl.constexpr, VP: tl.constexpr,
+    BLOCK: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, V: tl.constexpr,
     TILE_N: tl.constexpr, PAGED: tl.constexpr, EXACT_DOT: tl.constexpr,
 ):  # fmt: skip
-    """Softmax over one tile of block `c`, of the keys before `reach`: maximum, sum, output."""
-    d_D, v_V = tl.arange(0, DP), tl.arange(0, VP)
+    """Softmax over one tile of block `c`, of the keys before `reach`: maximum, sum, and columns
+    `v_V` of the output."""
+    d_D = tl.arange(0, DP)
     n_N = tile * TILE_N + tl.arange(0, TILE_N)
     x_N = c * BLOCK + n_N
     seen_N = (n_N < BLOCK) & (x_N < reach)
@@ -97,7 +99,7 @@ def _at(values_L, l_L, at):
     return tl.sum(tl.where(l_L == at, values_L, 0), 0)
 
 
-@triton.jit(do_not_specialize=["stride_mb", "stride_tb", "S", "pages"])
+@triton.jit(do_not_specialize=["stride_mb", "stride_tb", "S", "N", "pages"])
 def decode_attention_fwd_kernel(
     q_ptr, k_ptr, v_ptr, best_ptr, part_ptr, stat_ptr, out_ptr, lse_ptr,
     kv_len_ptr, start_ptr, origin_ptr, mask_ptr, table_ptr,
@@ -105,31 +107,37 @@ def decode_attention_fwd_kernel(
     stride_kb, stride_kg, stride_ks, stride_kd,
     stride_vb, stride_vg, stride_vs, stride_vd,
     stride_mb, stride_tb,
-    scale_log2, S, pages,
+    scale_log2, S, N, pages,
     T: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
-    CHOSEN: tl.constexpr, LENGTH: tl.constexpr, SEGMENTS: tl.constexpr,
+    CHOSEN: tl.constexpr, LENGTH: tl.constexpr, SEGMENTS: tl.constexpr, RANKED: tl.constexpr,
     D: tl.constexpr, DP: tl.constexpr, V: tl.constexpr, VP: tl.constexpr, M: tl.constexpr,
     TILE_N: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr, UNION: tl.constexpr,
-    SPLIT: tl.constexpr, EXACT_DOT: tl.constexpr, PDL: tl.constexpr,
+    SPLIT: tl.constexpr, SLICES: tl.constexpr, EXACT_DOT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """SPLIT: one place of a list, its result to `part` [lists, CHOSEN + 1, GROUP, V] and `stat`
-    [lists, CHOSEN + 1, 2, M] in float32 (a sum of -1: nothing there). Otherwise a whole list.
+    """SPLIT: one place of a list, or with SLICES a slice of its values, the result to `part`
+    [lists, CHOSEN + 1, GROUP, V] and `stat` [lists, CHOSEN + 1, 2, M] in float32 (a sum of -1:
+    nothing there). Otherwise a whole list.
 
-    SEGMENTS: of the choice; 0 when every past block is chosen. The own block has the last place.
+    `best`: with RANKED (the least power of two that holds all blocks) the scores of the blocks
+    [lists, N] int32, of which a place is found here; otherwise what `decode_top_fwd_kernel` writes
+    in SEGMENTS, and nothing with SEGMENTS of 0, when every past block is chosen. The own block has
+    the last place.
     """
     if PDL:
         gdc_launch_dependents()
     PLACES: tl.constexpr = CHOSEN + 1
     if SPLIT:
-        task, place = tl.program_id(0) // PLACES, tl.program_id(0) % PLACES
+        task = tl.program_id(0) // (PLACES * SLICES)
+        place = tl.program_id(0) // SLICES % PLACES
     else:
         task, place = tl.program_id(0), 0
     # The queries of a sequence side by side: they share blocks.
     t, g = task % T, (task // T % GROUPS).to(tl.int64)
     b = (task // (T * GROUPS)).to(tl.int64)
     row = (b * T + t) * GROUPS + g
-    m_M, l_L = tl.arange(0, M), tl.arange(0, LENGTH)
-    d_D, v_V = tl.arange(0, DP), tl.arange(0, VP)
+    m_M, l_L, d_D = tl.arange(0, M), tl.arange(0, LENGTH), tl.arange(0, DP)
+    WIDTH: tl.constexpr = VP // SLICES
+    v_V = tl.program_id(0) % SLICES * WIDTH + tl.arange(0, WIDTH)
     head_M = g * GROUP + m_M
     q_at = q_ptr + b * stride_qb + t.to(tl.int64) * stride_qt
     q_MD = tl.load(
@@ -145,22 +153,27 @@ def decode_attention_fwd_kernel(
     if PDL:
         gdc_wait()
 
-    if SEGMENTS == 0:
-        number_L = tl.where(l_L < past_end(p, keys, BLOCK, False), l_L, NO_BLOCK)
-        number_L = tl.where(l_L < CHOSEN, number_L, NO_BLOCK)
-    elif SEGMENTS == 1:
-        number_L = tl.load(best_ptr + row * LENGTH + l_L)
+    if RANKED > 0:
+        end = past_end(p, keys, BLOCK, UNION)
+        number, past = place_of(best_ptr + row * N, end, own, place, RANKED, CHOSEN, LENGTH)
     else:
-        candidate = tl.arange(0, SEGMENTS * LENGTH)
-        key_L = tl.topk(tl.load(best_ptr + row * SEGMENTS * LENGTH + candidate), LENGTH)
-        number_L = best_numbers(key_L, CHOSEN, LENGTH)
+        if SEGMENTS == 0:
+            number_L = tl.where(l_L < past_end(p, keys, BLOCK, False), l_L, NO_BLOCK)
+            number_L = tl.where(l_L < CHOSEN, number_L, NO_BLOCK)
+        elif SEGMENTS == 1:
+            number_L = tl.load(best_ptr + row * LENGTH + l_L)
+        else:
+            candidate = tl.arange(0, SEGMENTS * LENGTH)
+            key_L = tl.topk(tl.load(best_ptr + row * SEGMENTS * LENGTH + candidate), LENGTH)
+            number_L = best_numbers(key_L, CHOSEN, LENGTH)
+        number = _at(number_L, l_L, place)
+        past = tl.sum(((number_L != NO_BLOCK) & (number_L != own)).to(tl.int32), 0)
     # The own block may be among the best; it is attended last in any case.
-    past = tl.sum(((number_L != NO_BLOCK) & (number_L != own)).to(tl.int32), 0)
     count = past + has_own.to(tl.int32)
 
     if SPLIT:
         is_own = place == CHOSEN
-        c = tl.where(is_own, own, _at(number_L, l_L, place))
+        c = tl.where(is_own, own, number)
         there = (is_own & has_own) | (place < past)
         steps = tl.where(there, TILES, 0)
         page = b
@@ -174,7 +187,7 @@ def decode_attention_fwd_kernel(
             own_page = page_of(table_ptr, stride_tb, b, own, has_own, pages)
     top_M = tl.full([M], float("-inf"), tl.float32)
     sum_M = tl.zeros([M], tl.float32)
-    acc_MV = tl.zeros([M, VP], tl.float32)
+    acc_MV = tl.zeros([M, WIDTH], tl.float32)
     all_top_M, all_sum_M, all_acc_MV = top_M, sum_M, acc_MV
     for step in tl.range(0, steps, num_stages=STAGES):
         tile = step % TILES
@@ -185,10 +198,10 @@ def decode_attention_fwd_kernel(
             if table_ptr is not None:
                 page = tl.where(at < past, _at(page_L, l_L, at), own_page)
         new_top_M, new_sum_M, new_acc_MV = _tile_of(
-            q_MD, k_ptr, v_ptr, mask_ptr, b, g, c, page, tile, origin, reach,
+            q_MD, k_ptr, v_ptr, mask_ptr, b, g, c, page, tile, origin, reach, v_V,
             stride_kb, stride_kg, stride_ks, stride_kd,
             stride_vb, stride_vg, stride_vs, stride_vd, stride_mb, scale_log2,
-            BLOCK, D, DP, V, VP, TILE_N, table_ptr is not None, EXACT_DOT,
+            BLOCK, D, DP, V, TILE_N, table_ptr is not None, EXACT_DOT,
         )  # fmt: skip
         if TILES == 1:
             top_M, sum_M, acc_MV = new_top_M, new_sum_M, new_acc_MV

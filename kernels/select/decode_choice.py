@@ -30,7 +30,7 @@ from sparsify.kernels.select.decode_choice_kernels import (
 )
 from sparsify.kernels.tiling import padded
 
-__all__ = ["best_blocks", "choose"]
+__all__ = ["best_blocks", "choose", "scored"]
 
 _NO_BLOCK = 0x7FFFFFFF
 _PARTS = 16  # of each of many sequences: what is rounded up counts for little then
@@ -55,7 +55,8 @@ def choose(
         number = number.masked_fill((number >= end) | (number >= call.chosen), _NO_BLOCK)
         number = _without_empty(number, layout, call)
     else:
-        number = best_blocks(iq, ik, layout, call, 1).view(shape).long()
+        order = scored(iq, ik, layout, call)
+        number = best_blocks(order, layout, call, 1).view(shape).long()
     number = number.masked_fill(number == own, _NO_BLOCK)
     last = own.expand(*shape[:3], 1)
     last = last.masked_fill((last < 0) | (last >= count), _NO_BLOCK)
@@ -88,12 +89,10 @@ def _own_blocks(layout: Layout, call: Call, device: torch.device) -> tuple[Tenso
     return own, (length - origin + call.block - 1) // call.block
 
 
-def best_blocks(iq: Tensor, ik: Tensor, layout: Layout, call: Call, segments: int) -> Tensor:
-    """The best blocks of every list, see `decode_top_fwd_kernel`."""
-    order = iq.new_empty(call.lists, call.blocks, dtype=torch.int32)
-    _score(iq, ik, order, layout, call)
+def best_blocks(order: Tensor, layout: Layout, call: Call, segments: int) -> Tensor:
+    """The best blocks of every list, from their scores, see `decode_top_fwd_kernel`."""
     dtype = torch.int32 if segments == 1 else torch.int64
-    best = iq.new_empty(call.lists, segments, call.length, dtype=dtype)
+    best = order.new_empty(call.lists, segments, call.length, dtype=dtype)
     chunk = call.chunk if segments > 1 else max(call.length, min(CHUNK, padded(call.blocks)))
     decode_top_fwd_kernel[(call.lists * segments,)](
         order,
@@ -117,7 +116,9 @@ def best_blocks(iq: Tensor, ik: Tensor, layout: Layout, call: Call, segments: in
     return best
 
 
-def _score(iq: Tensor, ik: Tensor, order: Tensor, layout: Layout, call: Call) -> None:
+def scored(iq: Tensor, ik: Tensor, layout: Layout, call: Call) -> Tensor:
+    """Scores `[lists, N]` of all blocks as whole numbers, see `decode_score_fwd_kernel`."""
+    order = iq.new_empty(call.lists, call.blocks, dtype=torch.int32)
     tiles, shared = call.tiles, ik.shape[1] == 1
     columns, per = _blocks_of_a_tile(call.block, tiles.score_columns)
     parts = 1 if per > 1 else block_count(call.block, columns)
@@ -161,6 +162,7 @@ def _score(iq: Tensor, ik: Tensor, order: Tensor, layout: Layout, call: Call) ->
         BP=1 if even else padded(call.batch, 2),
         **starts(call, first=True, warps=tiles.score_warps),
     )
+    return order
 
 
 def _blocks_of_a_tile(block: int, columns: int) -> tuple[int, int]:

@@ -1,10 +1,11 @@
 """MSA's choice of blocks for a few queries over a cache: scores, then the best of them.
 
-Two kernels. *Score* walks over the index keys once, however many queries and groups share them, and
-writes one number per row and block; the blocks of a sequence are dealt out to many programs. *Top*
-ranks 64-bit keys, a segment of a row at a time; where a row has several segments, the attention
-kernel takes the best of the best. Scores are written as whole numbers that sort by the rule of
-`kernels.ranking`: no candidate, NaN, -inf .. +inf.
+*Score* walks over the index keys once, however many queries and groups share them, and writes one
+number per row and block; the blocks of a sequence are dealt out to many programs. Scores are
+written as whole numbers that sort by the rule of `kernels.ranking`: no candidate, NaN, -inf ..
++inf. Where a program attends one place of a list, it finds that place in the scores by itself, see
+`place_of`. Otherwise *top* ranks 64-bit keys, a segment of a row at a time; where a row has several
+segments, the attention kernel takes the best of the best.
 
 Positions are counted from the first key of block 0. Lengths, origins and pages are read here, so a
 captured graph may be replayed with other values. What they describe is clamped: no kernel reads
@@ -27,6 +28,7 @@ __all__ = [
     "decode_top_fwd_kernel",
     "page_of",
     "past_end",
+    "place_of",
     "span_of",
 ]
 
@@ -257,6 +259,54 @@ def best_numbers(key_L, CHOSEN: tl.constexpr, LENGTH: tl.constexpr):
     found_L = (key_L != NONE64) & (tl.arange(0, LENGTH) < CHOSEN)
     number_L = 0x7FFFFFFF - (key_L & 0xFFFFFFFF).to(tl.int32)
     return tl.sort(tl.where(found_L, number_L, NO_BLOCK))
+
+
+@triton.jit
+def _least_and_largest(least, largest, other_least, other_largest):
+    return tl.minimum(least, other_least), tl.maximum(largest, other_largest)
+
+
+@triton.jit
+def place_of(
+    order_ptr, end, own, place, C: tl.constexpr, CHOSEN: tl.constexpr, LENGTH: tl.constexpr
+):
+    """The block with the `place`-th number among the best `CHOSEN` of `end` blocks, and how many
+    of these are not `own`. `C` is at most 16384.
+
+    Nothing is sorted: the lowest score among the best is searched between bounds, two scores in
+    between at a time, and what reaches it is counted off in the order of the blocks.
+    """
+    c_C = tl.arange(0, C)
+    x_C = tl.load(order_ptr + c_C, mask=c_C < end, other=NONE32)
+    # Each of LENGTH parts has a score as high as the lowest of their maxima.
+    top_L = tl.max(tl.reshape(x_C, [LENGTH, C // LENGTH]), 1)
+    low, beyond = tl.reduce((top_L, top_L), 0, _least_and_largest)
+    beyond += 1
+    # `reached` scores are at least `low`, and too few at least `beyond`.
+    reached, span = low * 0 - 1, (beyond - low).to(tl.uint32, bitcast=True)
+    while (reached < 0) | ((span > 1) & (reached != CHOSEN)):
+        step = tl.maximum(span // 3, 1).to(tl.int32, bitcast=True)
+        lower = tl.where(reached < 0, low, low + step)
+        upper = lower + step
+        counts = tl.sum((x_C >= lower).to(tl.int32) + ((x_C >= upper).to(tl.int32) << 16), 0)
+        reach_lower, reach_upper = counts & 0xFFFF, counts >> 16
+        beyond = tl.where(reach_lower < CHOSEN, lower, beyond)
+        beyond = tl.where((reach_lower >= CHOSEN) & (reach_upper < CHOSEN), upper, beyond)
+        low = tl.where(reach_lower >= CHOSEN, lower, low)
+        low = tl.where(reach_upper >= CHOSEN, upper, low)
+        reached = tl.where(reach_lower >= CHOSEN, reach_lower, reached)
+        reached = tl.where(reach_upper >= CHOSEN, reach_upper, reached)
+        span = (beyond - low).to(tl.uint32, bitcast=True)
+    best_C = (x_C >= low) & (x_C != NONE32)
+    if reached > CHOSEN:  # of equal scores, those of the first blocks
+        equal_C = (x_C == low).to(tl.int32)
+        left = CHOSEN - reached + tl.sum(equal_C, 0)
+        best_C = best_C & ((x_C != low) | (tl.cumsum(equal_C, 0) <= left))
+    nth_C = tl.cumsum(best_C.to(tl.int32), 0)
+    number_C = tl.where(best_C & (nth_C == place + 1), c_C, 0)
+    counted_C = (best_C & (c_C != own)).to(tl.int32)
+    both = tl.sum(number_C + (counted_C << 16), 0)
+    return both & 0xFFFF, both >> 16
 
 
 @triton.jit(do_not_specialize=["S", "N", "chunks"])

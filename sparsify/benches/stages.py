@@ -14,7 +14,6 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from sparsify.timing import Run
@@ -93,7 +92,8 @@ def msa_stages_ms(
     """Times of the stages, in milliseconds; `timer` times one call.
 
     They bear the names of their families; `by_family` puts together what is one family. A decode
-    step has three (scores, top-k, attention), so have other calls of few queries. `topk` must be
+    step has scores and attention, and top-k in between where a kernel of its own ranks the blocks;
+    so have other calls of few queries. `topk` must be
     less than the number of blocks.
 
     Args:
@@ -104,8 +104,11 @@ def msa_stages_ms(
     step = _decode_step(tensors, block_size, topk)
     stages = step or _msa_stages(tensors, block_size, topk, workspace_bytes)
     names = _choice_names(q_BHTD.shape[2] == 1, proxy)
-    scores, choice = timer(stages.score), timer(stages.choose)
-    found = dict(zip(names, (scores, max(choice - scores, LEAST_MS)), strict=True))
+    found = {names[0]: timer(stages.score)}
+    choice = found[names[0]]
+    if step is None or not step.call.ranked:
+        choice = timer(stages.choose)
+        found[names[1]] = max(choice - found[names[0]], LEAST_MS)
     if choice_alone:
         return found
     if isinstance(stages, _DecodeStep):
@@ -182,19 +185,20 @@ class _DecodeStep:
         self.sizes: dict[str, Any] = {"block_size": block, "topk": topk}
         self.call = call_of(*tensors, self.layout, block, topk, "inside")
 
-    def score(self) -> None:
+    def score(self) -> Tensor:
         """The scores of all blocks."""
-        from sparsify.kernels.select import decode_choice
+        from sparsify.kernels.select.decode_choice import scored
 
-        iq, ik = self.tensors[3:]
-        order = iq.new_empty(self.call.lists, self.call.blocks, dtype=torch.int32)
-        decode_choice._score(iq, ik, order, self.layout, self.call)
+        return scored(*self.tensors[3:], self.layout, self.call)
 
     def choose(self) -> Tensor:
-        """The best blocks of every segment: scores and top-k."""
+        """What the attention takes: the best blocks, or the scores in which it finds them."""
         from sparsify.kernels.select.decode_choice import best_blocks
 
-        return best_blocks(*self.tensors[3:], self.layout, self.call, self.call.segments)
+        scores = self.score()
+        if self.call.ranked:
+            return scores
+        return best_blocks(scores, self.layout, self.call, self.call.segments)
 
     def run(self) -> Any:
         """The whole call."""

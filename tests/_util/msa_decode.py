@@ -19,6 +19,7 @@ from tests._util.parity import Inputs, assert_attention
 __all__ = [
     "LISTS",
     "PLACES",
+    "RANKED_PLACES",
     "WAYS",
     "Case",
     "assert_choice",
@@ -29,7 +30,13 @@ __all__ = [
     "in_pages",
 ]
 
-PLACES, LISTS = WAYS = ("a program per place", "a program per list")
+PLACES, RANKED_PLACES, LISTS = WAYS = (
+    "a program per place",
+    "a program per place of ranked blocks",
+    "a program per list",
+)
+
+MOST_RANKED = decoding.MOST_RANKED
 
 
 class Case(NamedTuple):
@@ -121,9 +128,10 @@ def attend(x, **options):
 
 
 def attend_by(way, monkeypatch):
-    """One of both ways to attend a list, however many there are."""
-    processors = {PLACES: 10**6, LISTS: 1}[way]
+    """One of the ways to attend a list, however many there are."""
+    processors = 1 if way == LISTS else 10**6
     monkeypatch.setattr(decoding, "processors", lambda _: processors)
+    monkeypatch.setattr(decoding, "MOST_RANKED", 0 if way == RANKED_PLACES else MOST_RANKED)
 
 
 def assert_choice(x):

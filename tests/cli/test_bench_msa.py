@@ -331,16 +331,19 @@ def started(run):
 
 
 @pytest.mark.parametrize(
-    ("queries", "scores", "ranks"),
+    ("queries", "most_ranked", "scores", "ranks"),
     [
-        (40, "msa_scores_fwd_kernel", {"msa_best_fwd_kernel", "msa_choice_fwd_kernel"}),
-        (1, "decode_score_fwd_kernel", {"decode_top_fwd_kernel"}),
+        (40, 0, "msa_scores_fwd_kernel", {"msa_best_fwd_kernel", "msa_choice_fwd_kernel"}),
+        (1, 0, "decode_score_fwd_kernel", {"decode_top_fwd_kernel"}),
+        (1, 128, "decode_score_fwd_kernel", set()),  # by programs of the attention
     ],
 )
-def test_scores_are_timed_without_what_ranks_them(queries, scores, ranks):
+def test_scores_are_timed_without_what_ranks_them(queries, most_ranked, scores, ranks, monkeypatch):
     pytest.importorskip("triton", reason=NEEDS_TRITON)
     from sparsify.benches import stages
+    from sparsify.kernels import decoding
 
+    monkeypatch.setattr(decoding, "MOST_RANKED", most_ranked)
     asked = question(queries=queries)
     q, k, v = random_inputs(asked, 64)
     tensors = (q, k, v, *index_inputs(asked, q, k))

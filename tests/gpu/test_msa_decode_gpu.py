@@ -19,6 +19,7 @@ from tests._util.index_lists import by_last_bits
 from tests._util.msa_decode import (
     LISTS,
     PLACES,
+    RANKED_PLACES,
     WAYS,
     assert_choice,
     attend,
@@ -245,12 +246,13 @@ def test_a_row_does_not_depend_on_its_batch(queries):
 
 @pytest.mark.parametrize("block", [128, 256, 96])
 @pytest.mark.parametrize("dtype", [BF16, FP32])
-def test_both_ways_to_attend_a_list_give_the_same_bits(block, dtype, monkeypatch):
+def test_all_ways_to_attend_a_list_give_the_same_bits(block, dtype, monkeypatch):
     x = base(batch=2, queries=3, block=block, dtype=dtype, kv_len=[8620, 1000])
-    attend_by(PLACES, monkeypatch)
-    split = attend(x)
     attend_by(LISTS, monkeypatch)
-    assert same_bits(attend(x), split)
+    whole = attend(x)
+    for way in (PLACES, RANKED_PLACES):
+        attend_by(way, monkeypatch)
+        assert same_bits(attend(x), whole)
 
 
 def test_stages_do_not_matter(monkeypatch):

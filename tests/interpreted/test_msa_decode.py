@@ -8,10 +8,21 @@ import pytest
 import torch
 
 from sparsify.kernels import accelerated, decoding, reference
+from sparsify.kernels.attend import decode
 from sparsify.kernels.layout import Layout
 from sparsify.kernels.select import decode_choice
 from tests._util.index_lists import by_last_bits
-from tests._util.msa_decode import LISTS, PLACES, WAYS, attend, attend_by, case, check, in_pages
+from tests._util.msa_decode import (
+    LISTS,
+    PLACES,
+    RANKED_PLACES,
+    WAYS,
+    attend,
+    attend_by,
+    case,
+    check,
+    in_pages,
+)
 from tests._util.parity import error, same_bits
 
 NAN, INF = math.nan, math.inf
@@ -215,12 +226,12 @@ def test_equal_scores_go_to_the_lower_block(local):
 
 @pytest.mark.parametrize(("topk", "local"), [(2, "inside"), (4, "union"), (20, "inside")])
 def test_segments(topk, local, short_segments, monkeypatch):
-    attend_by(PLACES, monkeypatch)
+    attend_by(RANKED_PLACES, monkeypatch)
     check(case(queries=2, keys=600, topk=topk, local=local))
 
 
 def test_segments_of_equal_scores(short_segments, monkeypatch):
-    attend_by(PLACES, monkeypatch)
+    attend_by(RANKED_PLACES, monkeypatch)
     x = case(keys=600, topk=4)
     for ik in (torch.zeros_like(x.ik), x.ik.round().clamp(-1, 1)):
         check(x._replace(ik=ik))
@@ -340,13 +351,23 @@ def test_a_row_does_not_depend_on_its_batch(local):
 
 
 @pytest.mark.parametrize(("block", "dtype"), [(16, torch.float32), (130, torch.float16)])
-def test_both_ways_to_attend_a_list_give_the_same_bits(block, dtype, monkeypatch):
+def test_all_ways_to_attend_a_list_give_the_same_bits(block, dtype, monkeypatch):
     x = case(batch=2, queries=3, block=block, keys=5 * block, topk=4, dtype=dtype, kv_len=[40, 66])
     x.k[1, :, 5] = -INF
-    attend_by(PLACES, monkeypatch)
-    split = attend(x)
     attend_by(LISTS, monkeypatch)
-    assert same_bits(attend(x), split)
+    whole = attend(x)
+    for way in (PLACES, RANKED_PLACES):
+        attend_by(way, monkeypatch)
+        assert same_bits(attend(x), whole)
+
+
+@pytest.mark.parametrize(("value_size", "local"), [(16, "inside"), (24, "inside"), (48, "union")])
+def test_slices_of_the_values_change_no_bits(value_size, local, monkeypatch):
+    attend_by(PLACES, monkeypatch)
+    x = case(queries=2, keys=120, value_size=value_size, local=local, topk=4, kv_len=[100])
+    whole = attend(x)
+    monkeypatch.setattr(decode, "_LEAST_SLICE", 8)
+    assert same_bits(check(x), whole)
 
 
 def test_any_strides():

@@ -7,7 +7,7 @@ import torch
 
 from sparsify.benches import stages as module
 from sparsify.benches.stages import by_family, moba_stages, moba_stages_ms, msa_stages_ms
-from sparsify.kernels import accelerated
+from sparsify.kernels import accelerated, decoding
 from sparsify.kernels.layout import Layout
 from sparsify.timing import time_call
 from tests._util.parity import inputs
@@ -61,7 +61,7 @@ def test_a_decode_step_is_the_op():
 
 MSA_SIZES = {"block_size": 16, "topk": 3}
 MSA_PREFILL = {"msa_index", "msa_topk", "reverse_index", "msa_attention", "msa_combine"}
-MSA_DECODE = {"msa_decode_scores", "msa_decode_topk", "msa_decode_attention"}
+MSA_DECODE = {"msa_decode_scores", "msa_decode_attention"}
 
 
 def msa_inputs(queries, keys, index_keys=1):
@@ -82,25 +82,36 @@ def test_stages_of_msa():
     assert set(proxy) == MSA_PREFILL - {"msa_index"} | {"msa_proxy_index"}
 
 
+@pytest.fixture(params=[True, False], ids=["ranked with attention", "ranked before"])
+def topk_stage(request, monkeypatch):
+    """The stage of a decode step that ranks blocks, if it is one."""
+    if request.param:
+        return set()
+    monkeypatch.setattr(decoding, "MOST_RANKED", 0)
+    return {"msa_decode_topk"}
+
+
 @pytest.mark.parametrize("proxy", [False, True])
-def test_stages_of_a_decode_step_of_msa(proxy):
+def test_stages_of_a_decode_step_of_msa(proxy, topk_stage):
     x = msa_inputs(1, 80, 2 if proxy else 1)
     found = msa_stages_ms(*x, **MSA_SIZES, timer=timer, proxy=proxy)
-    assert set(found) == MSA_DECODE and min(found.values()) > 0
+    assert set(found) == MSA_DECODE | topk_stage and min(found.values()) > 0
     choice = "msa_decode_proxy_index" if proxy else "msa_decode_index"
     families = by_family(found, proxy)
     assert set(families) == {choice, "msa_decode_attention"}
     assert sum(families.values()) == pytest.approx(sum(found.values()))
 
 
-@pytest.mark.parametrize("queries", [8, 20])  # by the decode kernels, and query by query
-def test_stages_of_a_few_queries_of_msa(queries):
-    found = msa_stages_ms(*msa_inputs(queries, 80), **MSA_SIZES, timer=timer)
-    assert set(found) == {"msa_index", "msa_topk", "msa_short_attention"}
+def test_stages_of_a_few_queries_of_msa(topk_stage):
+    """8 are attended by the decode kernels, 20 query by query."""
+    few = msa_stages_ms(*msa_inputs(8, 80), **MSA_SIZES, timer=timer)
+    assert set(few) == {"msa_index", "msa_short_attention"} | {"msa_topk" for _ in topk_stage}
+    more = msa_stages_ms(*msa_inputs(20, 80), **MSA_SIZES, timer=timer)
+    assert set(more) == {"msa_index", "msa_topk", "msa_short_attention"}
 
 
-def test_the_choice_alone():
-    for queries, names in ((40, {"msa_index", "msa_topk"}), (1, MSA_DECODE)):
+def test_the_choice_alone(topk_stage):
+    for queries, names in ((40, {"msa_index", "msa_topk"}), (1, MSA_DECODE | topk_stage)):
         x = msa_inputs(queries, 80)
         found = msa_stages_ms(*x, **MSA_SIZES, timer=timer, choice_alone=True)
         assert set(found) == names - {"msa_decode_attention"}

@@ -74,6 +74,7 @@ def case(
 
 CASES = {
     "128K": {},
+    "256K, two sequences": {"keys": 1 << 18, "batch": 2},
     "1M": {"keys": 1 << 20},
     "128K float8": {"index_dtype": FLOAT8, "queries": 8},
     "float8 of 16": {"index_dtype": FLOAT8, "index_size": 16, "size": 64, "heads": 8},
@@ -94,13 +95,35 @@ CASES = {
     "blocks of 256, top 200": {"block": 256, "topk": 200, "heads": 32},
     "float32": {"dtype": torch.float32, "keys": 8192},
 }
+# Too many blocks, or more places than multiprocessors.
+RANKED_BEFORE = {
+    "1M",
+    "128K float8",
+    "16 queries",
+    "blocks of 16, union",
+    "blocks of 256, top 200",
+}
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_cases_launch_what_they_are_for(name):
+    score, top, attention, merge = KERNELS
     names = [launch.name for launch in case(**CASES[name])]
-    whole_lists = "batch" in name
-    assert names == list(KERNELS[:3] if whole_lists else KERNELS)
+    if "batch" in name:  # whole lists
+        assert names == [score, top, attention]
+    elif name in RANKED_BEFORE:
+        assert names == [score, top, attention, merge]
+    else:  # programs of a place each, that find it in the scores
+        assert names == [score, attention, merge]
+
+
+@pytest.mark.parametrize(
+    ("given", "slices"),
+    [({}, 2), ({"value_size": 80}, 2), ({"value_size": 64}, 1), ({"batch": 2}, 1)],
+)
+def test_values_of_a_place_are_sliced_where_multiprocessors_are_left(given, slices):
+    launch = case(**given)[1]
+    assert launch.name == KERNELS[2] and launch.values["SLICES"] == slices
 
 
 @pytest.mark.parametrize("given", [{"masked": True}, {"paged": True}])
@@ -130,7 +153,10 @@ def test_kernels_spill_nothing_on_sm_90(name):
 @pytest.mark.parametrize("name", ["7 heads, d80, masked", "blocks of 16, union"])
 def test_strides_are_multiplied_in_64_bits(name):
     """32 index heads of 1M tokens are further apart than 2**31 numbers."""
-    for launch in case("sm_80", **CASES[name], queries=2)[::2]:  # those that read tensors
+    reading = (KERNELS[0], KERNELS[2])
+    found = [launch for launch in case("sm_80", **CASES[name], queries=2) if launch.name in reading]
+    assert len(found) == 2
+    for launch in found:
         lines = compiled(launch, "sm_80").asm["ttir"].splitlines()
         uses = [line for line in lines if "%stride_" in line and "tt.func" not in line]
         assert len(uses) > 5 and all("arith.extsi" in line for line in uses), launch.name
@@ -167,6 +193,7 @@ def test_keys_and_values_of_a_list_come_by_copies_that_nothing_waits_for_at_once
 
 OTHER = [
     "128K",
+    "1M",
     "batch 128 of 10K in pages",
     "d256",
     "7 heads, d80, masked",

@@ -60,6 +60,30 @@ def test_partial_results_stay_small():
 
 
 @pytest.mark.parametrize(
+    ("sizes", "multiprocessors"),
+    [({}, 2), ({"batch": 2}, 1), ({"batch": 3}, 0), ({"topk": 33}, 1), ({"batch": 128}, 0)],
+)
+def test_multiprocessors_for_each_place(sizes, multiprocessors):
+    assert call(**sizes).per_place == multiprocessors
+
+
+@pytest.mark.parametrize(
+    ("sizes", "numbers"),
+    [
+        ({"keys": 128 * 20}, 128),
+        ({"keys": 1 << 17}, 1024),
+        ({"keys": (1 << 17) + 1}, 2048),
+        ({"keys": 1 << 18, "batch": 2}, 2048),
+        ({"keys": (1 << 18) + 1}, 0),  # too many for one program
+        ({"batch": 3}, 0),  # too many programs
+        ({"batch": 128}, 0),  # programs of whole lists
+    ],
+)
+def test_programs_of_a_place_find_it_by_themselves_where_they_wait_for_nothing(sizes, numbers):
+    assert call(**sizes).ranked == numbers
+
+
+@pytest.mark.parametrize(
     ("keys", "topk", "segments"),
     [(16_384, 16, 1), (16_385, 16, 2), (131_072, 16, 8), (1 << 19, 16, 8), (1 << 20, 16, 16)],
 )
