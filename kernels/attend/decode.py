@@ -207,7 +207,8 @@ def _attend(
         SPLIT=split,
         SLICES=slices,
         EXACT_DOT=q.dtype == torch.float32,
-        **starts(call, first=best is None, warps=8 if call.per_place else 4),
+        # As many warps for every call: rows are summed over them.
+        **starts(call, first=best is None),
     )
     if split:
         decode_merge_fwd_kernel[(call.lists * group,)](
