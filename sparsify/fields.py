@@ -18,6 +18,7 @@ __all__ = [
     "Context",
     "Fraction",
     "FrozenModel",
+    "IndexDim",
     "NonNegative",
     "PositiveInt",
     "TopK",
@@ -170,6 +171,8 @@ def _what(found: ErrorDetails) -> str:
 
 PositiveInt = Annotated[int, Field(ge=1, le=2**31 - 1), BeforeValidator(_whole(1, 2**31 - 1))]
 TopK = Annotated[int, Field(ge=1, le=10**6), BeforeValidator(_whole(1, 10**6))]
+# Projections of a mistyped size would fill the memory.
+IndexDim = Annotated[int, Field(ge=1, le=4096), BeforeValidator(_whole(1, 4096))]
 Context = Annotated[int, Field(ge=0), BeforeValidator(_whole(0, 2**62))]
 Fraction = Annotated[float, Field(ge=0, le=1), BeforeValidator(_real(0, 1))]
 NonNegative = Annotated[float, Field(ge=0), BeforeValidator(_real(0, math.inf))]

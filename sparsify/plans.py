@@ -19,7 +19,7 @@ __all__ = ["PLAN_SCHEMA", "LayerPlan", "Plan"]
 
 # Version 2 adds "estimate". A plan without one is written as version 1, which older versions read.
 PLAN_SCHEMA = 2
-LARGEST = 2**31 - 1  # as in policies
+LARGEST, LARGEST_INDEX_DIM = 2**31 - 1, 4096  # as in policies
 FIELDS = {"schema", "model", "policy", "layers"}
 FIELDS_2 = FIELDS | {"estimate"}
 
@@ -101,10 +101,11 @@ class LayerPlan:
         needed += ("index_dim",) if self.indexer == "learned" else ()
         for attr in needed:
             least = 0 if attr in ("ordinal", "min_context") else 1
-            if not _is_int(getattr(self, attr), least):
+            largest = LARGEST_INDEX_DIM if attr == "index_dim" else LARGEST
+            if not _is_int(getattr(self, attr), least, largest):
                 raise ArtefactError(
                     f"Layer {name!r} of the plan has {attr} {getattr(self, attr)!r}; "
-                    f"it must be a whole number from {least} to {LARGEST}."
+                    f"it must be a whole number from {least} to {largest}."
                 )
         if (self.status == "rewritten") != self.sparse:
             raise ArtefactError(
@@ -234,8 +235,8 @@ class Plan:
             raise ArtefactError(f"{path}: {error.message}", error.hint) from None
 
 
-def _is_int(value: Any, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= LARGEST
+def _is_int(value: Any, least: int, largest: int = LARGEST) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= largest
 
 
 def _names(data: dict[str, Any], known: set[str]) -> str:

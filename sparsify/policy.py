@@ -32,6 +32,7 @@ from sparsify.fields import (
     Context,
     Fraction,
     FrozenModel,
+    IndexDim,
     NonNegative,
     PositiveInt,
     TopK,
@@ -81,7 +82,7 @@ class MSA(FrozenModel):
     block_size: PositiveInt
     topk: TopK
     indexer: Literal["proxy", "learned"] = "proxy"
-    index_dim: PositiveInt | None = None
+    index_dim: IndexDim | None = None
     local: Literal["inside", "union"] = "inside"
     decode: Decode = "sparse"
 

@@ -29,7 +29,7 @@ LEARNED = {"method": "msa", "indexer": "learned", "index_dim": 16}
         ({"layers": [LAYER.to_json() | {"block_size": 2**31}]}, "from 1 to 2147483647"),
         *(
             ({"layers": [LAYER.to_json() | LEARNED | {"index_dim": size}]}, "index_dim")
-            for size in (None, 0, -3, "16", 2.0, True, 2**31)
+            for size in (None, 0, -3, "16", 2.0, True, 4097, 2**31)
         ),
         ({"layers": [LAYER.to_json() | {"indexer": "learned"}]}, "'moba' does not use"),
         ({"layers": [LAYER.to_json() | LEARNED | {"indexer": "proxy"}]}, "only indexer 'learned'"),

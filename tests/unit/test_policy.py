@@ -54,6 +54,13 @@ def test_block_size_is_a_positive_integer(value):
         Policy.moba(block_size=value, topk=1)
 
 
+@pytest.mark.parametrize("value", [0, -1, True, 8.0, "8", 4097, 10**9])
+def test_index_dim_is_a_size_that_an_indexer_can_have(value):
+    with pytest.raises(UsageError, match=r"^method\.index_dim is .*expected"):
+        Policy.msa(block_size=4, topk=2, indexer="learned", index_dim=value)
+    assert Policy.msa(block_size=4, topk=2, indexer="learned", index_dim=4096).method.index_dim
+
+
 @pytest.mark.parametrize("value", [0, -1, True, 8.0, "8", None, 10**6 + 1])
 def test_topk_is_a_positive_integer(value):
     with pytest.raises(UsageError, match=r"^method\.topk is .*expected"):
