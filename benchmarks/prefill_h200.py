@@ -1,16 +1,16 @@
 """Whole models on one H200: prefill, dense against rewritten; and the GPU against the CPU.
 
     python benchmarks/prefill_h200.py [--contexts 32k,128k] [--json OUT]
-        [--no-equality] [--no-speed]
+        [--no-equality] [--no-speed] [--model FILE_OR_FOLDER]
 
 Speed: a model of the shape of Llama-3.1-8B with random weights, bfloat16, batch 1, with a KV cache,
 logits of the last token only. Dense is transformers' `sdpa` attention with either of torch's
 kernels (FlashAttention-2, cuDNN). The plan is proved on a model with the same layers and few
 weights.
 
-Equality: a model of the shape of SmolLM2-135M with seeded weights, float32, rewritten on GPU and
-CPU. The CPU attends with the blocks that the GPU chose; how many rows it would have chosen
-otherwise is counted.
+Equality: a model of the shape of SmolLM2-135M with seeded weights and random tokens, and that of
+`--model` with this project's licence to read; float32, rewritten on GPU and CPU. The CPU attends
+with the blocks that the GPU chose; how many rows it would have chosen otherwise is counted.
 """
 
 import argparse
@@ -29,9 +29,11 @@ from sparsify.benches.dense import BACKENDS
 from sparsify.files import write_text
 from sparsify.hosts.transformers import call_counts
 from sparsify.policy import PRESETS
+from sparsify.sources import load_model
 from sparsify.timing import machine, time_call
 
 RESULTS = Path(__file__).parent / "results" / "prefill_h200.json"
+TEXT = Path(__file__).parent.parent / "LICENSE"
 TOLERANCE = 1e-4  # max|a - b| / max|b| of float32 models, given the same blocks
 LLAMA_8B = {
     "vocab_size": 128256,
@@ -157,15 +159,24 @@ def show(row):
     )
 
 
-def equality():
+def subject(source):
+    """A float32 model and what it reads: seeded and random, or trained weights and a text."""
+    if source is None:
+        model = make(SMOLLM2_135M, "cpu", torch.float32)
+        return model, torch.randint(0, SMOLLM2_135M["vocab_size"], (1, EQUALITY["tokens"]))
+    loaded = load_model(source)
+    ids = loaded.tokenizer(TEXT.read_text(), return_tensors="pt")["input_ids"]
+    return loaded.model.float().eval(), ids[:, : EQUALITY["tokens"]]
+
+
+def equality(source=None):
     """Logits of the rewritten model on GPU and CPU, given the same blocks."""
-    on_cpu = make(SMOLLM2_135M, "cpu", torch.float32)
+    on_cpu, ids = subject(source)
     on_gpu = copy.deepcopy(on_cpu).to(DEVICE)
     policy = sp.Policy.moba(block_size=EQUALITY["block_size"], topk=EQUALITY["topk"])
-    found = proved(SMOLLM2_135M)
+    found = sp.inspect(on_cpu)
     gpu = sp.sparsify(on_gpu, policy, inspection=found).model
     cpu = sp.sparsify(on_cpu, policy, inspection=found).model
-    ids = torch.randint(0, SMOLLM2_135M["vocab_size"], (1, EQUALITY["tokens"]))
     with torch.inference_mode():
         with sp.record_selection() as chosen:
             a = gpu(input_ids=ids.to(DEVICE)).logits.cpu()
@@ -180,6 +191,7 @@ def equality():
     error = ((a - b).abs().max() / b.abs().max()).item()
     return {
         **EQUALITY,
+        "weights": "seeded" if source is None else Path(source).name,
         "replayed_error": error,
         "tolerance": TOLERANCE,
         "met": error <= TOLERANCE,
@@ -202,6 +214,7 @@ def main():
     parser.add_argument("--json", default=RESULTS, metavar="OUT")
     parser.add_argument("--no-equality", action="store_true")
     parser.add_argument("--no-speed", action="store_true")
+    parser.add_argument("--model", metavar="FILE_OR_FOLDER")
     args = parser.parse_args()
     result = {**machine(DEVICE), "what": __doc__.split("\n\n", 2)[2].strip()}
 
@@ -211,9 +224,11 @@ def main():
         write_text(args.json, json.dumps(result, indent=1) + "\n", force=True)
 
     if not args.no_equality:
-        result["gpu_against_cpu"] = equality()
-        print(result["gpu_against_cpu"], flush=True)
-        keep()
+        result["gpu_against_cpu"] = []
+        for source in [None] + [args.model] * (args.model is not None):
+            result["gpu_against_cpu"].append(equality(source))
+            print(result["gpu_against_cpu"][-1], flush=True)
+            keep()
     if not args.no_speed:
         keep(speed([tokens_of(text) for text in args.contexts.split(",")], keep))
 
