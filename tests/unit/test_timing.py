@@ -1,4 +1,4 @@
-"""Timing on a CPU; what a GPU adds is tested by the benchmarks."""
+"""Timing on a CPU; `tests/gpu/test_timing_gpu.py` has what a GPU adds."""
 
 import time
 
@@ -103,15 +103,3 @@ def test_what_was_measured_on():
     assert "gpu" not in found and found["cpu"]
     assert found["software"]["torch"] == torch.__version__
     assert len(found["date"]) == 10
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-@pytest.mark.parametrize("graph", [False, True])
-def test_a_call_on_a_gpu(graph):
-    x = torch.randn(2048, 2048, device="cuda")
-    found = time_call(lambda: x @ x, device="cuda", repeats=5, graph=graph)
-    assert len(found.samples_ms) == 5 and 0 < found.median_ms < 100
-    assert "CUDA events" in found.method and ("graph" in found.method) is graph
-    extra = extra_bytes(lambda: (x @ x).sum(), "cuda")
-    assert extra is not None and extra >= x.nbytes
