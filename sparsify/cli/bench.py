@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["bench"]
 
 CONTEXTS = "8k,32k,128k"
+CPU_CONTEXTS = "4k"
 SEQUENCES = "1k,4k"
 TUNED = "32k"
 
@@ -87,7 +88,8 @@ def bench(
         typer.Option(
             "--context",
             metavar="SIZES",
-            help=f"Contexts of --shape; {CONTEXTS} by default, {TUNED} with --tune.",
+            help=f"Contexts of --shape; {CONTEXTS} by default ({CPU_CONTEXTS} on a CPU), "
+            f"{TUNED} with --tune.",
         ),
     ] = None,
     seq: Annotated[
@@ -237,9 +239,11 @@ def _attention(
 
     shape, method, contexts, queries, index_dtype = what
     heads, configuration = parse_shape(shape, method)
-    sizes = tuple(contexts or parse_contexts(CONTEXTS))
+    place = _device(device)
+    usual = CONTEXTS if place.type == "cuda" else CPU_CONTEXTS
+    sizes = tuple(contexts or parse_contexts(usual))
     counts = (batch, dtype, repeats, queries, index_dtype)
-    question = Question(heads, configuration, sizes, _device(device), *counts)
+    question = Question(heads, configuration, sizes, place, *counts)
     with streams.progress() as say, _memory_told():
         rows = bench_attention(question, say)
     about = machine(question.device)

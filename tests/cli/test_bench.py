@@ -81,6 +81,12 @@ def test_json_is_one_document(cli):
     assert code == 0 and data["dtype"] == "fp32" and data["batch"] == 2
 
 
+def test_a_cpu_gets_one_context_that_it_can_do(cli):
+    words = ("--shape", SHAPE, "--device", "cpu", "--repeats", "1", "--json")
+    code, out, _ = cli("bench", *words)
+    assert code == 0 and [row["context_tokens"] for row in json.loads(out)["rows"]] == [4096]
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.parametrize("words", [("--shape", SHAPE), ("--calibrate", "--json")])
 def test_without_a_gpu_it_says_so(cli, words):
