@@ -55,12 +55,6 @@ OUTSIDE = (
         "probably stay in the L2 cache",
     ),
     (
-        "MSA prefill",
-        "whole",
-        "stages were timed one by one, up to 256K tokens; a whole prefill takes some 3% longer "
-        "than its chunks, by a line through theirs, the rest is not known",
-    ),
-    (
         "MSA decode",
         "8x8x",
         "the choice is calibrated on one query per sequence, and takes longer for several",
@@ -71,9 +65,6 @@ OUTSIDE = (
         "eight queries choose more blocks than the sequence has, and the model counts each block "
         "once; the kernel fetches it for each query, probably from the L2 cache",
     ),
-    ("MSA prefill", "chunk", SINGLE),
-    ("MoBA prefill", "512/3", SINGLE),
-    ("MoBA prefill", "4096/12:128k", SINGLE),
     (
         "MoBA prefill",
         "4096/12:1m",

@@ -10,8 +10,8 @@ of the same kind:
   the error of the halves;
 * decode steps of MSA, from `results/msa_decode_h200.json`, whose calls follow each other in a graph
   as in a model: the choice of blocks fitted on single queries, the attention on all calls.
-  `sparsify bench --calibrate` writes over the L2 cache before each call, and these steps took
-  17-40% less than its entries predict.
+  `sparsify bench --calibrate` times stages of one call alone, which takes some 2 us more; these
+  steps took 4-25% less than its entries predict, batches with several queries 21-36%.
 """
 
 import argparse
