@@ -218,7 +218,7 @@ def _check_output(given: str | None, model: str, force: bool) -> Path:
 def _work(
     loaded: LoadedModel, wanted: Policy | Plan, output: Path | None, where: _Where, say: Any
 ) -> SparsifyReport:
-    """Prove, plan, and unless this is a dry run (no output) rewrite and write."""
+    """Prove, plan, rewrite, and unless this is a dry run (no output) write."""
     from sparsify import api, planner
     from sparsify.plans import Plan
     from sparsify.rewriting import chosen_host
@@ -232,10 +232,6 @@ def _work(
         planner.check_plan(plan, found.sites, found.refusals)
     else:
         plan = api.plan(found, wanted)
-    if output is None:
-        return planner.build_report(
-            found.sites, found.refusals, plan, model=found.model, notes=found.notes
-        )
     result = api.sparsify(
         loaded.model,
         args=loaded.args,
@@ -246,5 +242,6 @@ def _work(
         inplace=host == "transformers",  # the graph host copies no weights either
         progress=say,
     )
-    api.export(result, output, tokenizer=loaded.tokenizer, force=where.force, progress=say)
+    if output is not None:
+        api.export(result, output, tokenizer=loaded.tokenizer, force=where.force, progress=say)
     return result.report

@@ -119,6 +119,14 @@ def test_dry_run_writes_nothing(cli, llama, tmp_path):
     assert code == 0 and json.loads(out)["counts"]["rewritten"] == 3
 
 
+@pytest.mark.parametrize("words", [("--dry-run",), ("-o", "out")])
+def test_a_dry_run_fails_as_the_rewrite_does(cli, llama, tmp_path, monkeypatch, words):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sparsify.hosts.transformers.passes_keywords", lambda module: False)
+    code, out, err = cli("rewrite", llama, *MSA, "--indexer", "learned", "--index-dim", "8", *words)
+    assert code == 5 and out == "" and "does not pass on" in err and names(tmp_path) == []
+
+
 def test_a_target_in_the_way(cli, llama, tmp_path):
     target = tmp_path / "out"
     target.mkdir()
