@@ -326,6 +326,7 @@ def _site_report(layer: LayerPlan, facts: dict[str, Any]) -> SiteReport:
         decode=layer.decode,
         min_context=layer.min_context,
         indexer=layer.indexer,
+        index_dim=layer.index_dim,
         local=layer.local,
         **facts,
     )

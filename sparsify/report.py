@@ -127,6 +127,7 @@ class SiteReport:
     decode: str = "sparse"
     min_context: int = 0
     indexer: str | None = None
+    index_dim: int | None = None
     local: str = "inside"
     pattern: str = ""
     q_heads: int | None = None

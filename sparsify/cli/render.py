@@ -143,7 +143,8 @@ def _attention(site: SiteReport) -> str:
         return "dense"
     parts = [f"{site.method} block {site.block_size} top-k {site.topk}"]
     if site.indexer:
-        parts.append(f"{site.indexer} indexer")
+        size = f" of size {site.index_dim}" if site.index_dim else ""
+        parts.append(f"{site.indexer} indexer{size}")
     if site.local == "union":
         parts.append("local union")
     if site.decode == "dense":

@@ -82,7 +82,8 @@ def test_methods_and_their_options(cli, llama, tmp_path, method):
 
 def test_a_learned_indexer_by_options_alone(cli, llama, tmp_path):
     words = (*MSA, "--indexer", "learned", "--index-dim", "12")
-    assert cli("rewrite", llama, *words, "-o", tmp_path / "out")[0] == 0
+    code, out, _ = cli("rewrite", llama, *words, "-o", tmp_path / "out")
+    assert code == 0 and "learned indexer of size 12" in " ".join(out.split())
     for layer in Plan.load(tmp_path / "out" / "plan.json"):
         assert (layer.method, layer.indexer, layer.index_dim) == ("msa", "learned", 12)
 
@@ -232,6 +233,7 @@ def test_a_learned_indexer_is_written_as_needing_training(cli, llama, tmp_path):
     assert code == 0
     sites = [s for s in json.loads(out)["sites"] if s["status"] == "rewritten"]
     assert sites and all("needs-training" in s["reason"] for s in sites)
+    assert {s["index_dim"] for s in sites} == {128}
     with safe_open(out_folder / "model.safetensors", "pt") as weights:
         kept = [name for name in weights.keys() if ".indexer." in name]  # noqa: SIM118
     assert len(kept) == 2 * len(sites)
