@@ -169,6 +169,8 @@ def load_calibration(path: str | Path, gpu: Gpu | None = None) -> Calibration:
 
 
 def _check_schema(schema: Any, path: str | Path) -> None:
+    if schema is None:
+        raise UsageError(f"{path} is not a calibration: it has no schema.")
     if isinstance(schema, bool) or not isinstance(schema, int) or schema < 1:
         raise UsageError(f"{path} is not a calibration: its schema is {schema!r}.")
     if schema > SCHEMA:

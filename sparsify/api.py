@@ -327,6 +327,11 @@ def export(
     Raises:
         UsageError: an unknown format, or a target in the way.
     """
+    if isinstance(result, torch.nn.Module):
+        raise UsageError(
+            f"result is a {type(result).__name__}; it must be what sparsify.sparsify returned.",
+            "A transformers model that was loaded is saved by its own save_pretrained.",
+        )
     _must_be(result, Result, "result", "what sparsify.sparsify returned")
     exporter = exporter_of(result.model)
     if format not in (None, exporter.FORMAT):

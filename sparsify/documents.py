@@ -80,7 +80,9 @@ def _parse_json(text: str) -> Any:
     try:
         return json.loads(text, object_pairs_hook=no_duplicates)
     except json.JSONDecodeError as error:
-        raise _Fault(f"line {error.lineno}, column {error.colno}: {error.msg}") from None
+        raise _Fault(
+            f"line {error.lineno}, column {error.colno}: {error.msg.removesuffix(' at')}"
+        ) from None
     except ValueError as error:  # an integer of more digits than Python converts
         raise _Fault(str(error)) from None
 

@@ -29,6 +29,7 @@ __all__ = [
     "write_text",
 ]
 
+_IN_THE_WAY = "Choose another target, or replace it with --force (force=True in Python)."
 _USER_FAULTS = (
     errno.EACCES,
     errno.EDQUOT,
@@ -89,7 +90,7 @@ def _check_target(given: str | Path, path: Path, *, force: bool, directory: bool
         return
     if not force:
         state = "is not empty" if directory else "exists"
-        raise UsageError(f"{given} {state}.", "Choose another target, or replace it with --force.")
+        raise UsageError(f"{given} {state}.", _IN_THE_WAY)
     if directory and (_holds(path, Path.cwd()) or _holds(path, Path.home())):
         raise UsageError(f"{given} holds the working directory or a home; it is not replaced.")
 
@@ -168,7 +169,7 @@ def _put_in_place(temporary: Path, path: Path, *, given: str | Path, force: bool
         old = temporary.with_suffix(".old")
         path.rename(old)
     elif not force and path.is_file():
-        raise UsageError(f"{given} exists.", "Choose another target, or replace it with --force.")
+        raise UsageError(f"{given} exists.", _IN_THE_WAY)
     try:
         temporary.rename(path)
     except OSError as error:

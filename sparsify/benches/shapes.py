@@ -59,6 +59,8 @@ def _fields(text: str, method: str) -> dict[str, str]:
     known, fields = KNOWN[method], dict[str, str]()
     for part in text.split(","):
         name, found, value = (x.strip() for x in part.partition("="))
+        if name in KNOWN["msa"] and name not in known:
+            raise _wrong(text, method, f"{name}= belongs to --method msa")
         if not found or name not in known:
             names = ", ".join(f"{k}=" for k in known)
             raise _wrong(text, method, f"{part.strip()!r} is none of {names}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json as json_module
 from collections.abc import Iterator
+from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -66,8 +67,9 @@ def bench(
         typer.Option(
             "--shape",
             metavar="TEXT",
-            help="One attention op instead: heads=16/16,dim=128,block=128,topk=8; for MSA with "
-            "index=128, or with keys=group for the proxy indexer.",
+            help="One attention op instead: heads=16/16,dim=128,block=128,topk=8 (value=64 where "
+            "values have another size); for MSA with index=128, or with keys=group for the proxy "
+            "indexer.",
         ),
     ] = None,
     calibrate: Annotated[
@@ -232,6 +234,8 @@ def _attention(
     repeats: int,
     json: bool,
 ) -> dict[str, Any]:
+    import torch
+
     from sparsify.benches.attention import Question, bench_attention
     from sparsify.benches.shapes import parse_shape
     from sparsify.cli import render_bench
@@ -239,11 +243,11 @@ def _attention(
 
     shape, method, contexts, queries, index_dtype = what
     heads, configuration = parse_shape(shape, method)
-    place = _device(device)
-    usual = CONTEXTS if place.type == "cuda" else CPU_CONTEXTS
+    usual = CPU_CONTEXTS if device == "cpu" else CONTEXTS
     sizes = tuple(contexts or parse_contexts(usual))
     counts = (batch, dtype, repeats, queries, index_dtype)
-    question = Question(heads, configuration, sizes, place, *counts)
+    question = Question(heads, configuration, sizes, torch.device("cpu"), *counts)
+    question = replace(question, device=_device(device))  # told last: other faults come first
     with streams.progress() as say, _memory_told():
         rows = bench_attention(question, say)
     about = machine(question.device)

@@ -81,6 +81,21 @@ def test_json_is_one_document(cli):
     assert code == 0 and data["dtype"] == "fp32" and data["batch"] == 2
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        (("--shape", SHAPE, "--context", "64", "--queries", "65"), "65 queries are more than"),
+        (("--shape", SHAPE, "--index-dtype", "fp8"), "--index-dtype is for MSA"),
+        (("--shape", SHAPE + ",keys=group"), "keys= belongs to --method msa"),
+        (("--shape", SHAPE, "--context", "64"), "no CUDA device"),
+    ],
+)
+def test_other_faults_are_told_before_a_missing_gpu(cli, words, part):
+    code, out, err = cli("bench", *words)
+    assert code == 2 and out == "" and part in err
+
+
 def test_a_cpu_gets_one_context_that_it_can_do(cli):
     words = ("--shape", SHAPE, "--device", "cpu", "--repeats", "1", "--json")
     code, out, _ = cli("bench", *words)

@@ -48,7 +48,7 @@ def test_shapes():
 @pytest.mark.parametrize(
     ("method", "more", "part"),
     [
-        ("moba", ",index=16", "'index=16' is none of heads=, dim="),
+        ("moba", ",index=16", "index= belongs to --method msa"),
         ("msa", ",keys=none", "keys is 'none'; it is shared or group"),
         ("msa", ",keys=group,index=16", "with keys=group the layer's own keys are scored"),
         ("msa", ",index=0", "index_dim"),

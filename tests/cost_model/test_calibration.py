@@ -74,6 +74,7 @@ def test_an_impossible_entry_is_one_sentence(write, change, named):
     [
         ([ENTRY], {"schema": 2}, "schema 2"),
         ([ENTRY], {"schema": True}, "not a calibration"),
+        ([ENTRY], {"schema": None}, "it has no schema"),
         ([ENTRY], {"source": ""}, "source"),
         ([ENTRY, ENTRY], {}, "two entries"),
     ],

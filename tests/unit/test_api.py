@@ -168,6 +168,7 @@ POLICY = sp.Policy.moba(block_size=8, topk=2)
         (lambda m: sp.inspect("m"), "model is a str"),
         (lambda m: sp.inspect(m, seq_len=0), "seq_len is 0"),
         (lambda m: sp.export(m, "somewhere"), "result is a LlamaForCausalLM"),
+        (lambda m: sp.export(m, "somewhere"), "its own save_pretrained"),
         (lambda m: sp.load(None), "directory is a NoneType"),
         (lambda m: sp.verify(m, None), "rewritten is a NoneType"),
         (lambda m: sp.sparsify(m, POLICY).verify(3, checks=["V6"]), "not a int"),

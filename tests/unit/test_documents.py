@@ -66,6 +66,7 @@ def test_byte_order_mark_is_removed(write):
         ("? {x: 1}\n: 1\n", "p.yaml", ["field name"]),
         ("a: !!python/object/apply:os.system [ls]\n", "p.yaml", ["line 1", "python"]),
         ('{"a": 1,}', "p.json", ["line 1"]),
+        ('{"a\n', "p.json", ["line 1, column 4: Invalid control character."]),
         ('{"a": ' + "9" * 5000 + "}", "p.json", ["malformed"]),
         ("[" * 50_000, "p.json", ["nested too deeply"]),
         ("[" * 50_000, "p.yaml", ["p.yaml"]),
