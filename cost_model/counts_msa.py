@@ -129,7 +129,11 @@ def _q_outer(pairs: Pairs) -> tuple[StageFormula, ...]:
 
 
 def decode(learned: bool, pairs: Pairs = EXACT) -> tuple[StageFormula, ...]:
-    """The index cache is read whole, then the chosen blocks; split kernels and a merge each."""
+    """The index cache is read whole, then the chosen blocks; split kernels and a merge each.
+
+    Of few lists the attention ranks the blocks itself: a launch less, and a measured time of the
+    attention holds what elsewhere is in that of the index.
+    """
     read = s.NEW_TOKENS * s.READ_BLOCKS * s.BLOCK_TOKENS
     return (
         _make_index(learned),

@@ -104,7 +104,9 @@ class Call:
     @property
     def ranked(self) -> int:
         """Numbers among which every program of a place finds that place; 0 where a kernel before
-        it ranks the row."""
+        it ranks the row, or none has to."""
+        if self.every:
+            return 0
         numbers = max(padded(self.blocks), LEAST_RANKED, self.length)
         return numbers if self.per_place and numbers <= MOST_RANKED else 0
 

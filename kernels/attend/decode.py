@@ -1,9 +1,11 @@
-"""MSA for a few queries over a cache, contiguous or in pages: three kernels, rarely four.
+"""MSA for a few queries over a cache, contiguous or in pages: three kernels or four.
 
-Scores of all blocks, attention, and a merge where lists are so few that every place gets a program
-of its own, which finds that place in the scores. With more lists their blocks are ranked by a
-kernel, then a program walks over a whole list and there is nothing to merge. Both round alike, and
-choices are exact, so a row does not depend on its batch.
+All calls begin with the scores of all blocks. Where lists are so few that every place has a
+multiprocessor of its own, programs of the attention find their place in the scores of a row that is
+not too long, and a merge is last. With more places, or longer rows, a kernel ranks the blocks
+before. With so many lists that each keeps a program busy, one walks over a whole list, and there is
+nothing to merge. All of it rounds alike, and choices are exact, so a row does not depend on its
+batch.
 
 Nothing waits for the device and grids follow from shapes alone: a captured graph may be replayed
 with other lengths, origins and pages.
@@ -38,7 +40,9 @@ _FLOAT8 = torch.float8_e4m3fn
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _MOST_GROUP = 64
 _MOST_HEAD_DIM = 256
-_LEAST_SLICE = 64  # columns of the values
+# A place's values are cut in two where that keeps how rows are summed: more rows than that are laid
+# out over the warps by the width of a slice. Of fewer columns little would be saved.
+_LEAST_SLICE, _MOST_SLICED_ROWS = 64, 32
 _UNROLLED = 40  # places that the merge reads all at once
 
 
@@ -170,7 +174,8 @@ def _attend(
     same: dict[str, object] = {"T": call.queries, "GROUPS": call.groups, "GROUP": group, "M": rows}
     columns = call.tiles.columns
     parts = block_count(call.block, columns)
-    slices = 2 if call.per_place >= 2 and padded(v.shape[3]) >= 2 * _LEAST_SLICE else 1
+    slices = _slices(q, v, call)
+    ranked = 0 if best is None else call.ranked
     decode_attention_fwd_kernel[(call.lists * (places * slices if split else 1),)](
         q,
         k,
@@ -198,8 +203,8 @@ def _attend(
         BLOCK=call.block,
         CHOSEN=call.chosen,
         LENGTH=call.length,
-        SEGMENTS=0 if best is None else call.segments,
-        RANKED=0 if best is None else call.ranked,
+        SEGMENTS=0 if best is None or ranked else call.segments,
+        RANKED=ranked,
         TILE_N=columns,
         TILES=parts,
         STAGES=min(call.tiles.stages, parts + 1) if split else call.tiles.stages,
@@ -224,6 +229,14 @@ def _attend(
             UNROLLED=places <= _UNROLLED,
             **starts(call, warps=1),
         )
+
+
+def _slices(q: Tensor, v: Tensor, call: Call) -> int:
+    """Programs among which the values of a place are cut."""
+    rows = padded(call.heads // call.groups)
+    fits = rows <= _MOST_SLICED_ROWS and padded(v.shape[3]) >= 2 * _LEAST_SLICE
+    # In float32 registers would be spilled.
+    return 2 if call.per_place >= 2 and fits and q.dtype != torch.float32 else 1
 
 
 def _sizes(q: Tensor, v: Tensor) -> dict[str, object]:

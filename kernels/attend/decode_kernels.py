@@ -118,10 +118,10 @@ def decode_attention_fwd_kernel(
     [lists, CHOSEN + 1, GROUP, V] and `stat` [lists, CHOSEN + 1, 2, M] in float32 (a sum of -1:
     nothing there). Otherwise a whole list.
 
-    `best`: with RANKED (the least power of two that holds all blocks) the scores of the blocks
-    [lists, N] int32, of which a place is found here; otherwise what `decode_top_fwd_kernel` writes
-    in SEGMENTS, and nothing with SEGMENTS of 0, when every past block is chosen. The own block has
-    the last place.
+    `best`: with RANKED (a power of two that holds all blocks) the scores of the blocks [lists, N]
+    int32, of which a place is found here; otherwise what `decode_top_fwd_kernel` writes in
+    SEGMENTS, and nothing with SEGMENTS of 0, when every past block is chosen. The own block has the
+    last place.
     """
     if PDL:
         gdc_launch_dependents()
@@ -225,7 +225,7 @@ def decode_attention_fwd_kernel(
 
     if SPLIT:
         at = row * PLACES + place
-        stat_at = stat_ptr + at * (2 * M) + m_M
+        stat_at = stat_ptr + at * (2 * M) + m_M  # of equal numbers in all slices
         tl.store(stat_at, top_M)
         tl.store(stat_at + M, tl.where(there, sum_M, -1.0))
         tl.store(

@@ -270,20 +270,22 @@ def _least_and_largest(least, largest, other_least, other_largest):
 def place_of(
     order_ptr, end, own, place, C: tl.constexpr, CHOSEN: tl.constexpr, LENGTH: tl.constexpr
 ):
-    """The block with the `place`-th number among the best `CHOSEN` of `end` blocks, and how many
-    of these are not `own`. `C` is at most 16384.
+    """The block with the `place`-th number among the best `CHOSEN` of `end` blocks (0 if there are
+    no more than `place`), and how many of these are not `own`, which is the last of the blocks or
+    none of them.
 
     Nothing is sorted: the lowest score among the best is searched between bounds, two scores in
     between at a time, and what reaches it is counted off in the order of the blocks.
     """
+    tl.static_assert(C <= 16384)  # two counts share a number
     c_C = tl.arange(0, C)
     x_C = tl.load(order_ptr + c_C, mask=c_C < end, other=NONE32)
     # Each of LENGTH parts has a score as high as the lowest of their maxima.
     top_L = tl.max(tl.reshape(x_C, [LENGTH, C // LENGTH]), 1)
     low, beyond = tl.reduce((top_L, top_L), 0, _least_and_largest)
     beyond += 1
-    # `reached` scores are at least `low`, and too few at least `beyond`.
-    reached, span = low * 0 - 1, (beyond - low).to(tl.uint32, bitcast=True)
+    # `reached` scores are at least `low` (below 0: not yet counted), and too few at least `beyond`.
+    reached, span = tl.full([], -1, tl.int32), (beyond - low).to(tl.uint32, bitcast=True)
     while (reached < 0) | ((span > 1) & (reached != CHOSEN)):
         step = tl.maximum(span // 3, 1).to(tl.int32, bitcast=True)
         lower = tl.where(reached < 0, low, low + step)

@@ -91,10 +91,9 @@ def msa_stages_ms(
 ) -> dict[str, float]:
     """Times of the stages, in milliseconds; `timer` times one call.
 
-    They bear the names of their families; `by_family` puts together what is one family. A decode
-    step has scores and attention, and top-k in between where a kernel of its own ranks the blocks;
-    so have other calls of few queries. `topk` must be
-    less than the number of blocks.
+    They bear the names of their families; `by_family` puts together what is one family. Where a
+    kernel of its own ranks the blocks, top-k is a stage; where programs of the attention of a
+    decode step rank them, it is in the attention. `topk` must be less than the number of blocks.
 
     Args:
         proxy: the index tensors are those of the proxy indexer.

@@ -363,11 +363,16 @@ def test_all_ways_to_attend_a_list_give_the_same_bits(block, dtype, monkeypatch)
 
 @pytest.mark.parametrize(("value_size", "local"), [(16, "inside"), (24, "inside"), (48, "union")])
 def test_slices_of_the_values_change_no_bits(value_size, local, monkeypatch):
+    """With blocks that numpy multiplies alike whatever the number of columns."""
     attend_by(PLACES, monkeypatch)
-    x = case(queries=2, keys=120, value_size=value_size, local=local, topk=4, kv_len=[100])
+    sizes = {"block": 16, "value_size": value_size, "dtype": torch.float16}
+    x = case(queries=2, keys=120, local=local, topk=4, kv_len=[100], **sizes)
+    cut, slices = decode._slices, []
+    monkeypatch.setattr(decode, "_slices", lambda *call: slices.append(cut(*call)) or slices[-1])
     whole = attend(x)
     monkeypatch.setattr(decode, "_LEAST_SLICE", 8)
     assert same_bits(check(x), whole)
+    assert slices == [1, 2]
 
 
 def test_any_strides():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from unittest import mock
 
 import pytest
@@ -119,11 +120,52 @@ def test_cases_launch_what_they_are_for(name):
 
 @pytest.mark.parametrize(
     ("given", "slices"),
-    [({}, 2), ({"value_size": 80}, 2), ({"value_size": 64}, 1), ({"batch": 2}, 1)],
+    [
+        ({}, 2),
+        ({"value_size": 80}, 2),
+        ({"value_size": 64}, 1),
+        ({"batch": 2}, 1),
+        ({"heads": 128}, 2),
+        ({"heads": 132}, 1),  # 33 heads of a group
+        ({"dtype": torch.float32}, 1),
+    ],
 )
 def test_values_of_a_place_are_sliced_where_multiprocessors_are_left(given, slices):
     launch = case(**given)[1]
     assert launch.name == KERNELS[2] and launch.values["SLICES"] == slices
+
+
+def layouts_of_row_sums(target, **given):
+    """How the threads hold what rows are summed over, whole or in halves of a place's values."""
+    launch = next(x for x in case(target, **given) if x.name == KERNELS[2])
+    text = compiled(launch, target).asm["ttgir"]
+    layouts = dict(re.findall(r"^(#\w+) = (.+)$", text, re.M))
+    sums = re.findall(
+        r'"tt.reduce"\(%\S+\) <\{axis = 1 : i32\}> \(\{(?:(?!\}\)).)*arith.addf'
+        r".*?\}\) : \(tensor<\d+x\d+xf32, (#\w+)>\)",
+        text,
+        re.S,
+    )
+    assert sums
+    return {layouts[name] for name in sums}
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100", "gfx942"])
+@pytest.mark.parametrize("heads", [64, 128, 256])
+def test_rows_are_summed_alike_whatever_the_batch(target, heads):
+    """By each of the ways to attend a list; else a row would depend on its batch."""
+    one, many = {"keys": 16_384}, {"keys": 16_384, "batch": 256}
+    alone = layouts_of_row_sums(target, heads=heads, **one)
+    assert alone == layouts_of_row_sums(target, heads=heads, **many)
+    with mock.patch.object(decoding, "MOST_RANKED", 0):
+        assert alone == layouts_of_row_sums(target, heads=heads, **one)
+
+
+def test_slices_of_many_rows_would_be_summed_in_another_order():
+    """Why they are not sliced; on one GPU at least."""
+    whole = layouts_of_row_sums("sm_80", heads=256, keys=16_384)
+    with mock.patch.object(decode, "_MOST_SLICED_ROWS", 64):
+        assert layouts_of_row_sums("sm_80", heads=256, keys=16_384) != whole
 
 
 @pytest.mark.parametrize("given", [{"masked": True}, {"paged": True}])

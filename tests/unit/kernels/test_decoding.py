@@ -77,6 +77,8 @@ def test_multiprocessors_for_each_place(sizes, multiprocessors):
         ({"keys": (1 << 18) + 1}, 0),  # too many for one program
         ({"batch": 3}, 0),  # too many programs
         ({"batch": 128}, 0),  # programs of whole lists
+        ({"topk": 1}, 0),  # nothing to choose
+        ({"keys": 128 * 15}, 0),
     ],
 )
 def test_programs_of_a_place_find_it_by_themselves_where_they_wait_for_nothing(sizes, numbers):
