@@ -56,9 +56,9 @@ def _efficiency(value: Any) -> float:
 
 
 def _family(value: Any) -> str:
-    if value not in known_families():
+    if not isinstance(value, str) or value not in known_families():
         raise fault(f"is {value!r}; expected one of {', '.join(sorted(known_families()))}")
-    return str(value)
+    return value
 
 
 def _up_to(most: float) -> BeforeValidator:

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, PrivateAttr, model_validator
+from pydantic import BeforeValidator, Field, PrivateAttr, StrictBool, model_validator
 
 from sparsify import settings
 from sparsify.documents import read_document
@@ -90,7 +90,7 @@ class Figure(FrozenModel):
 
     value: Positive
     source: str = Field(min_length=1)
-    verified: bool = True
+    verified: StrictBool = True
 
     @model_validator(mode="before")
     @classmethod

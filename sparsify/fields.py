@@ -163,6 +163,8 @@ def _what(found: ErrorDetails) -> str:
         "literal_error": str(found.get("ctx", {}).get("expected", "")),
         "string_type": "text",
         "tuple_type": "a list",
+        "dict_type": "fields and values",
+        "bool_type": "true or false",
         "model_type": "fields and values",
         "model_attributes_type": "fields and values",
     }.get(kind)

@@ -204,9 +204,9 @@ class SparsifyReport:
         return cls(
             model=str(data.get("model", "")),
             sites=sites,
-            notes=tuple(data.get("notes", ())),
+            notes=tuple(_given(data, "notes", list)),
             verification=verification and VerificationReport.from_json(verification),
-            versions=dict(data.get("versions", {})),
+            versions=_given(data, "versions", dict),
         )
 
 
@@ -214,8 +214,16 @@ def _with_pairs(sites: Any) -> Any:
     if not isinstance(sites, list) or not all(isinstance(site, dict) for site in sites):
         return sites
     return [
-        {**site, "pairs": _list(PairCount, list(site.get("pairs", ())), "report")} for site in sites
+        {**site, "pairs": _list(PairCount, _given(site, "pairs", list), "report")} for site in sites
     ]
+
+
+def _given(data: dict[str, Any], name: str, kind: type[_T]) -> _T:
+    """A list or mapping of a report, empty where it is missing."""
+    value = data.get(name, kind())
+    if not isinstance(value, kind):
+        raise ArtefactError(f"Not a report: {name} is a {type(value).__name__}.")
+    return value
 
 
 def _check_schema(data: Any, what: str) -> None:

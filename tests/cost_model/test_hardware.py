@@ -339,6 +339,10 @@ def test_a_missing_file_is_told(tmp_path):
         ({"measured": {"bf16_matmul_efficiency": {"value": 1.2, "source": "x"}}}, "1e-6 to 1"),
         ({"measured": {"matmul_tflops": {"low": 3, "high": 2, "source": "x"}}}, "low 3 above high"),
         ({"sm_count": {"value": 8, "source": "x", "verified": "perhaps"}}, "sm_count.verified"),
+        (
+            {"sm_count": {"value": 8, "source": "x", "verified": 0}},
+            "sm_count.verified is 0; expected true or false",
+        ),
     ],
 )
 def test_wrong_files_are_told_in_one_sentence(tmp_path, change, said):

@@ -70,6 +70,9 @@ GOOD = SparsifyReport("m", (SiteReport("m", 0, "refused", "dense", "r"),)).to_js
         ({**GOOD, "sites": [3]}, "unknown fields"),
         ({**GOOD, "sites": [{"fqn": "m"}]}, "missing"),
         ({**GOOD, "sites": [{**GOOD["sites"][0], "x": 1}]}, "unknown fields"),
+        ({**GOOD, "sites": [{**GOOD["sites"][0], "pairs": 1}]}, "pairs is a int"),
+        ({**GOOD, "notes": None}, "notes is a NoneType"),
+        ({**GOOD, "versions": "x"}, "versions is a str"),
     ],
 )
 def test_wrong_documents(data, message):
