@@ -204,7 +204,7 @@ class SparsifyReport:
         return cls(
             model=str(data.get("model", "")),
             sites=sites,
-            notes=tuple(_given(data, "notes", list)),
+            notes=tuple(_given(data, "notes", list, tuple)),
             verification=verification and VerificationReport.from_json(verification),
             versions=_given(data, "versions", dict),
         )
@@ -214,16 +214,17 @@ def _with_pairs(sites: Any) -> Any:
     if not isinstance(sites, list) or not all(isinstance(site, dict) for site in sites):
         return sites
     return [
-        {**site, "pairs": _list(PairCount, _given(site, "pairs", list), "report")} for site in sites
+        {**site, "pairs": _list(PairCount, _given(site, "pairs", list, tuple), "report")}
+        for site in sites
     ]
 
 
-def _given(data: dict[str, Any], name: str, kind: type[_T]) -> _T:
-    """A list or mapping of a report, empty where it is missing."""
-    value = data.get(name, kind())
-    if not isinstance(value, kind):
+def _given(data: dict[str, Any], name: str, *kinds: type) -> Any:
+    """A value of a report, empty where it is missing. Before they are written lists are tuples."""
+    value = data.get(name, kinds[0]())
+    if not isinstance(value, kinds):
         raise ArtefactError(f"Not a report: {name} is a {type(value).__name__}.")
-    return value
+    return kinds[0](value)
 
 
 def _check_schema(data: Any, what: str) -> None:
